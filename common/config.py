@@ -1,0 +1,251 @@
+"""The configuration of a run: plain mutable dataclasses, validated once in main and read-only from then on.
+
+A file under configs/ returns a Config from get_config(); `--config.optim.lr=3e-4` changes a field and a mistyped name fails.
+Field types stay plain and annotations are not postponed: ml_collections 1.1.0 reads them at run time.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+DTYPES = ("float32", "bfloat16")
+AGGREGATIONS = ("token", "sequence", "constant")
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """A Qwen3 (dense) model: read from a Hugging Face folder when `checkpoint` is set, else made new in the shape below."""
+
+    checkpoint: str | None = None
+    hidden_size: int = 64
+    num_layers: int = 3
+    num_heads: int = 2
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 192
+    tie_word_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-6
+    embedding_init_std: float = 0.125
+    max_position_embeddings: int = 1024
+    weights_dtype: str = "bfloat16"
+    """What is published and what every forward pass sees; the master copy is float32."""
+    compute_dtype: str = "float32"
+    """Activations and matrix products."""
+    logprob_chunk_tokens: int = 1024
+    """Positions whose full-vocabulary logits exist at a time (float32 logits of 32,768 x 151,936 would be 20 GB)."""
+    remat: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices = fsdp x tensor. 1 x 1 is one device."""
+
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass
+class EnvConfig:
+    """`factory` is the module:Class of a TaskSuite, built with `options`."""
+
+    factory: str = "common.rollout.envs.frozen_lake:FrozenLakeSuite"
+    options: ConfigDict = dataclasses.field(default_factory=ConfigDict)
+    turn_timeout_s: float = 10.0
+
+
+@dataclasses.dataclass
+class SamplerConfig:
+    """The engine that generates. `max_context_tokens` bounds prompt + completion of one request."""
+
+    max_slots: int = 64
+    max_context_tokens: int = 384
+    max_step_tokens: int = 8192
+    max_turn_tokens: int = 4
+    temperature: float = 1.0
+
+
+@dataclasses.dataclass
+class WarmupConfig:
+    """Supervised updates on demonstrations before reinforcement learning; 0 updates leaves the model as it is."""
+
+    num_updates: int = 180
+    batch_size: int = 48
+    lr: float = 4e-3
+    random_action_share: float = 0.35
+    validation_interval: int = 20
+    """Updates between validation losses; the best one's parameters are kept. 0 keeps the last."""
+    num_validation_tasks: int = 96
+
+
+@dataclasses.dataclass
+class GrpoConfig:
+    """Group-relative policy optimisation (DeepSeekMath, arXiv 2402.03300, section 4.1) with the usual variations."""
+
+    prompts_per_step: int = 8
+    group_size: int = 8
+    num_minibatches: int = 2
+    num_epochs: int = 1
+    normalize_std: bool = True
+    """Divide a group's advantages by their standard deviation (off: Dr. GRPO, arXiv 2503.20783)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy || warm-up policy); 0 keeps no reference model."""
+    aggregation: str = "token"
+    """token: mean over the batch's agent tokens. sequence: mean over trajectories of their token means. constant: sum over tokens
+    divided by (trajectories x constant_normalizer)."""
+    constant_normalizer: float = 64.0
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by new prompts (DAPO, arXiv 2503.14476, section 3.2)."""
+    max_refills: int = 4
+    """Rounds of new prompts before a step goes on with the groups it has."""
+
+
+@dataclasses.dataclass
+class OptimConfig:
+    """AdamW for reinforcement learning; the warm-up has its own rate and the same betas."""
+
+    lr: float = 3e-4
+    schedule: str = "constant"
+    """constant, linear or cosine (to zero over num_versions)."""
+    lr_warmup_updates: int = 0
+    b1: float = 0.9
+    b2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    accumulation_steps: int = 1
+    """Micro-batches that one update is the sum of; bounds memory, not the result."""
+
+
+@dataclasses.dataclass
+class EvalConfig:
+    """Success on the first `num_tasks` held-out tasks, once sampled at temperature 1 and once greedy."""
+
+    num_tasks: int = 500
+    interval: int = 0
+    """Versions between evaluations in mid-run on `num_tasks_in_run` tasks; 0: only before and after."""
+    num_tasks_in_run: int = 100
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    """Learner checkpoints under workdir/checkpoints."""
+
+    interval: int = 5
+    """Versions between checkpoints."""
+    keep: int = 2
+
+
+@dataclasses.dataclass
+class Config:
+    """One run. `seed` determines everything that is drawn."""
+
+    seed: int = 0
+    num_versions: int = 50
+    """Learner steps: each makes one new weight version from one batch of groups."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    env: EnvConfig = dataclasses.field(default_factory=EnvConfig)
+    sampler: SamplerConfig = dataclasses.field(default_factory=SamplerConfig)
+    warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
+    grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive(section: str, values: object, *names: str) -> None:
+    for name in names:
+        value = getattr(values, name)
+        _require(value > 0, f"{section}.{name}={value} must be greater than 0")
+
+
+def _require_not_negative(section: str, values: object, *names: str) -> None:
+    for name in names:
+        value = getattr(values, name)
+        _require(value >= 0, f"{section}.{name}={value} must not be negative")
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+
+
+def _validate_model(model: ModelConfig, mesh: MeshConfig) -> None:
+    _require_one_of("model.weights_dtype", model.weights_dtype, DTYPES)
+    _require_one_of("model.compute_dtype", model.compute_dtype, DTYPES)
+    _require_positive("model", model, "logprob_chunk_tokens")
+    _require_positive("mesh", mesh, "fsdp", "tensor")
+    if model.checkpoint is not None:
+        return  # its own config.json says the shape
+    sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+    _require_positive("model", model, *sizes)
+    _require(
+        model.num_heads % model.num_kv_heads == 0,
+        f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}; "
+        "each key-value head serves the same number of query heads",
+    )
+    _require(model.head_dim % 2 == 0, f"model.head_dim={model.head_dim} must be even: rotary embedding turns pairs")
+
+
+def _validate_learning(config: Config) -> None:
+    grpo, optim, warmup = config.grpo, config.optim, config.warmup
+    _require_positive("grpo", grpo, "prompts_per_step", "num_minibatches", "num_epochs", "constant_normalizer", "max_refills")
+    _require(grpo.group_size >= 2, f"grpo.group_size={grpo.group_size}: a group needs at least 2 trajectories to compare")
+    _require(0 <= grpo.clip_low < 1, f"grpo.clip_low={grpo.clip_low} must lie in [0, 1)")
+    _require_not_negative("grpo", grpo, "clip_high", "kl_coef")
+    _require_one_of("grpo.aggregation", grpo.aggregation, AGGREGATIONS)
+    num_trajectories = grpo.prompts_per_step * grpo.group_size
+    parts = grpo.num_minibatches * optim.accumulation_steps * config.mesh.fsdp
+    _require_positive("optim", optim, "lr", "max_grad_norm", "accumulation_steps")
+    _require(
+        num_trajectories % parts == 0,
+        f"{num_trajectories} trajectories a step (grpo.prompts_per_step={grpo.prompts_per_step} x group_size={grpo.group_size}) "
+        f"are not divisible by {parts} (grpo.num_minibatches={grpo.num_minibatches} x optim.accumulation_steps="
+        f"{optim.accumulation_steps} x mesh.fsdp={config.mesh.fsdp}); change one of them",
+    )
+    _require_one_of("optim.schedule", optim.schedule, ("constant", "linear", "cosine"))
+    _require_not_negative("optim", optim, "weight_decay", "lr_warmup_updates")
+    for name in ("b1", "b2"):
+        value = getattr(optim, name)
+        _require(0 <= value < 1, f"optim.{name}={value} must lie in [0, 1)")
+    _require_not_negative("warmup", warmup, "num_updates", "validation_interval")
+    _require_positive("warmup", warmup, "batch_size", "lr", "num_validation_tasks")
+    share = warmup.random_action_share
+    _require(0 <= share <= 1, f"warmup.random_action_share={share} must lie in [0, 1]")
+
+
+def validate(config: Config) -> None:
+    """Check a whole configuration once, before anything is built.
+
+    Raises:
+        ValueError: names the field, its value and the fix.
+    """
+    _require_not_negative("config", config, "seed", "num_versions")
+    _validate_model(config.model, config.mesh)
+    _validate_learning(config)
+    sampler = config.sampler
+    _require_positive("sampler", sampler, "max_slots", "max_context_tokens", "max_step_tokens", "max_turn_tokens")
+    _require_not_negative("sampler", sampler, "temperature")
+    _require(
+        sampler.max_turn_tokens < sampler.max_context_tokens,
+        f"sampler.max_turn_tokens={sampler.max_turn_tokens} leaves no room for a prompt in "
+        f"sampler.max_context_tokens={sampler.max_context_tokens}",
+    )
+    if config.model.checkpoint is None:
+        _require(
+            sampler.max_context_tokens <= config.model.max_position_embeddings,
+            f"sampler.max_context_tokens={sampler.max_context_tokens} is above model.max_position_embeddings="
+            f"{config.model.max_position_embeddings}; lower the first or raise the second",
+        )
+    _require_positive("env", config.env, "turn_timeout_s")
+    _require_positive("eval", config.eval, "num_tasks", "num_tasks_in_run")
+    _require_not_negative("eval", config.eval, "interval")
+    _require_positive("checkpoint", config.checkpoint, "interval", "keep")

@@ -1,0 +1,17 @@
+"""Error types that callers tell apart. A user's mistake is a ValueError; these are the rest."""
+
+
+class RoseError(Exception):
+    """Base of all errors that ROSE raises on purpose."""
+
+
+class CheckpointError(RoseError):
+    """A model checkpoint that cannot be used; the text names file, tensor and both shapes."""
+
+
+class RequestRejectedError(RoseError):
+    """A request that can never run (too long, empty, unknown token): it fails alone, nothing else is touched."""
+
+
+class EngineClosedError(RoseError):
+    """The engine was closed, or its loop stopped, with this request unfinished."""

@@ -1,0 +1,1 @@
+"""Rollouts: environments, episodes, groups."""

@@ -1,0 +1,1 @@
+"""The GPU side: vLLM behind the StepEngine contract."""

@@ -1,0 +1,1 @@
+"""The JAX side: learner, models, JetStream engine."""

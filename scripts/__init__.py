@@ -1,0 +1,1 @@
+"""Entry points; run as `python -m scripts.NAME` from the root of the checkout."""
