@@ -1,0 +1,14 @@
+"""Environment of all tests: JAX sees eight fake CPU devices, whatever the machine has.
+
+It must be set before the first import of jax, which is why it stands here and not in a fixture. An accelerator is used only where
+JAX_PLATFORMS says so from outside.
+"""
+
+import os
+
+NUM_FAKE_DEVICES = 8
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flag = f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
