@@ -1,0 +1,122 @@
+"""EngineLoop: drives one StepEngine for many asynchronous callers.
+
+Runs on the callers' event loop and takes a step only once every caller that can run has run, so that with callers that wait for
+nothing else, what shares a step depends on the requests alone and not on the clock: a run repeats bit for bit.
+Invariant: every `generate` returns its request's one Completion or raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from typing import Generic, TypeVar
+
+from common.errors import EngineClosedError
+from common.serving.engine import StepEngine, StepLimits, StepResult
+from common.types import Completion, Request
+
+WeightsT = TypeVar("WeightsT")
+
+
+@dataclasses.dataclass(kw_only=True)
+class LoopCounters:
+    """Sums since the loop was made."""
+
+    num_steps: int = 0
+    prefill_tokens: int = 0
+    sampled_tokens: int = 0
+    device_s: float = 0.0
+
+
+class EngineLoop(Generic[WeightsT]):
+    """Use as `async with EngineLoop(engine, max_step_tokens=...) as loop: await loop.generate(request)`."""
+
+    def __init__(self, engine: StepEngine[WeightsT], *, max_step_tokens: int) -> None:
+        self.engine = engine
+        self.counters = LoopCounters()
+        self._limits = StepLimits(max_tokens=max_step_tokens)
+        self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> EngineLoop[WeightsT]:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._fail_all(EngineClosedError("the engine loop was stopped with this request unfinished"))
+
+    async def generate(self, request: Request) -> Completion:
+        """Run one request to its end. Cancelling the call aborts the request.
+
+        Raises:
+            RequestRejectedError: it can never run here.
+            EngineClosedError: the loop stopped first, or the engine failed; the engine's own error is the cause.
+        """
+        if self._task is None or self._task.done():
+            raise EngineClosedError(f"request {request.request_id}: the engine loop is not running")
+        if request.request_id in self._futures:
+            raise ValueError(f"request id {request.request_id!r} is already in flight; ids must be unique")
+        self.engine.add(request)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._futures[request.request_id] = future
+        self._arrived.set()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self._futures.pop(request.request_id, None) is not None:
+                self.engine.abort(request.request_id)
+                self._arrived.set()
+            raise
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._settle()
+                plan = self.engine.plan(self._limits)
+                if plan is None:
+                    if self._futures:
+                        raise RuntimeError(f"the engine plans nothing while {len(self._futures)} requests wait: {self.engine.load()}")
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                    continue
+                self.engine.submit(plan)
+                self.counters.prefill_tokens += plan.prefill_tokens
+                self._deliver(self.engine.collect())
+        except Exception as error:
+            closed = EngineClosedError(f"the engine failed: {error}")
+            closed.__cause__ = error
+            self._fail_all(closed)
+
+    async def _settle(self) -> None:
+        """Let callers run until a pass over the event loop brings no new request: what they submit then shares the next step."""
+        num_quiet = 0
+        while num_quiet < QUIET_PASSES:
+            before = len(self._futures)
+            self._arrived.clear()
+            await asyncio.sleep(0)
+            num_quiet = num_quiet + 1 if len(self._futures) == before and not self._arrived.is_set() else 0
+
+    def _deliver(self, result: StepResult) -> None:
+        self.counters.num_steps += 1
+        self.counters.sampled_tokens += len(result.tokens)
+        self.counters.device_s += result.device_s
+        for completion in result.completions:
+            future = self._futures.pop(completion.request_id, None)
+            if future is not None and not future.done():
+                future.set_result(completion)
+
+    def _fail_all(self, error: EngineClosedError) -> None:
+        futures, self._futures = self._futures, {}
+        for future in futures.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+QUIET_PASSES = 8
+"""A caller's turn of work (environment step under a time limit, next request) takes up to this many passes of the event loop."""
