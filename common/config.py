@@ -75,7 +75,9 @@ class WarmupConfig:
     lr: float = 4e-3
     random_action_share: float = 0.35
     validation_interval: int = 20
-    """Updates between validation losses; the best one's parameters are kept. 0 keeps the last."""
+    """Updates between losses on demonstrations of validation tasks; 0: never."""
+    patience: int = 3
+    """Validations in a row without a new best after which the warm-up stops early."""
     num_validation_tasks: int = 96
 
 
@@ -217,7 +219,7 @@ def _validate_learning(config: Config) -> None:
         value = getattr(optim, name)
         _require(0 <= value < 1, f"optim.{name}={value} must lie in [0, 1)")
     _require_not_negative("warmup", warmup, "num_updates", "validation_interval")
-    _require_positive("warmup", warmup, "batch_size", "lr", "num_validation_tasks")
+    _require_positive("warmup", warmup, "batch_size", "lr", "patience", "num_validation_tasks")
     share = warmup.random_action_share
     _require(0 <= share <= 1, f"warmup.random_action_share={share} must lie in [0, 1]")
 

@@ -51,7 +51,9 @@ def _bucket(value: int, sizes: tuple[int, ...]) -> int:
 class JaxEngine:
     """See common.serving.engine.StepEngine. `commit` takes parameters as an nnx.State in the dtype to compute in."""
 
-    def __init__(self, model_config: Qwen3Config, params: nnx.State, *, max_slots: int, max_context_tokens: int, version: int) -> None:
+    def __init__(
+        self, model_config: Qwen3Config, params: nnx.State, *, max_slots: int, max_context_tokens: int, version: int
+    ) -> None:
         self._info = EngineInfo(
             name="jax-dense", vocab_size=model_config.vocab_size, max_slots=max_slots, max_context_tokens=max_context_tokens
         )
@@ -127,9 +129,7 @@ class JaxEngine:
         decode: list[DecodeEntry] = []
         if not prefill:
             for slot_idx, live in sorted(self._running.items(), key=lambda item: item[1].order)[: limits.max_tokens]:
-                entry = DecodeEntry(
-                    request_id=live.request.request_id, slot_idx=slot_idx, context_tokens=len(live.context_ids) - 1
-                )
+                entry = DecodeEntry(request_id=live.request.request_id, slot_idx=slot_idx, context_tokens=len(live.context_ids) - 1)
                 decode.append(entry)
         if not prefill and not decode and not self._ended:
             return None
@@ -186,6 +186,7 @@ class JaxEngine:
         for row, live in enumerate(lives):
             lengths[row] = len(live.context_ids)
             token_ids[row, : lengths[row]] = live.context_ids
+            assert live.slot_idx is not None
             slots[row] = live.slot_idx
         self._cache, sampled, logprobs = self._prefill(
             self._params, self._cache, token_ids, lengths, slots, *self._draw_inputs(lives, list(range(len(lives))), rows)

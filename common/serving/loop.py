@@ -81,7 +81,8 @@ class EngineLoop(Generic[WeightsT]):
                 plan = self.engine.plan(self._limits)
                 if plan is None:
                     if self._futures:
-                        raise RuntimeError(f"the engine plans nothing while {len(self._futures)} requests wait: {self.engine.load()}")
+                        load = self.engine.load()
+                        raise RuntimeError(f"the engine plans nothing while {len(self._futures)} requests wait: {load}")
                     self._arrived.clear()
                     await self._arrived.wait()
                     continue

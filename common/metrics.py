@@ -1,0 +1,71 @@
+"""RunLog: what a run measured, as metrics.jsonl (one JSON object a line) and TensorBoard event files in the workdir.
+
+Invariant: after a resume at some version the log holds each earlier version once and nothing later, also when the run was killed in
+the middle of a line. Event files are only appended to; TensorBoard hides the overlap by `purge_step`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+
+Scalar = float | int | str | bool
+
+
+def read_metrics(path: Path) -> list[dict[str, Scalar]]:
+    """All whole rows of a metrics.jsonl; a torn last line is left out. A missing file has no rows."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n") and line.strip():
+            rows.append(json.loads(line))
+    return rows
+
+
+def append_line(path: Path, row: Mapping[str, object]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row, allow_nan=True) + "\n")
+
+
+class RunLog:
+    """Writes rows of one `phase` ("warmup", "train", "eval") at an integer `step` (update or version) each."""
+
+    def __init__(self, workdir: Path, *, resume_steps: Mapping[str, int]) -> None:
+        """Open the log of a workdir, dropping rows that the resumed run will write again.
+
+        Args:
+            resume_steps: for each phase the first step that will be written again; a phase not named starts empty.
+        """
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._path = workdir / "metrics.jsonl"
+        rows = [row for row in read_metrics(self._path) if int(row["step"]) < resume_steps.get(str(row["phase"]), 0)]
+        temporary = self._path.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(temporary, self._path)
+        self.rows: list[dict[str, Scalar]] = rows
+        self._writers = {
+            phase: SummaryWriter(str(workdir / "tensorboard" / phase), purge_step=resume_steps.get(phase, 0), flush_secs=10)
+            for phase in ("warmup", "train", "eval")
+        }
+
+    def write(self, phase: str, step: int, values: Mapping[str, Scalar]) -> None:
+        row: dict[str, Scalar] = {"phase": phase, "step": step, **values}
+        append_line(self._path, row)
+        self.rows.append(row)
+        for name, value in values.items():
+            if not isinstance(value, str):
+                self._writers[phase].add_scalar(name, float(value), step)
+
+    def series(self, phase: str, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, in the order written."""
+        found = [(int(row["step"]), float(row[name])) for row in self.rows if row["phase"] == phase and name in row]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
