@@ -1,0 +1,56 @@
+"""Requests and step plans as JSON text, for engines whose ranks or workers are other processes.
+
+Reads only what it wrote: an unknown or missing field is a ValueError, never ignored. Nothing here is pickled or evaluated.
+Invariant: decode(encode(value)) == value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+from common.serving.engine import DecodeEntry, PrefillChunk, StepPlan
+from common.types import Request, SamplingKey, SamplingParams
+
+ValueT = TypeVar("ValueT")
+
+
+def encode_request(request: Request) -> str:
+    return json.dumps(dataclasses.asdict(request))
+
+
+def decode_request(text: str) -> Request:
+    """Raises ValueError when `text` is no encoded request."""
+
+    def build(fields: dict) -> Request:
+        sampling, key = fields.pop("sampling"), fields.pop("key")
+        for name in ("stop_token_ids", "stop_strings"):
+            sampling[name] = tuple(sampling[name])
+        prompt_token_ids = tuple(fields.pop("prompt_token_ids"))
+        return Request(prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling), key=SamplingKey(**key), **fields)
+
+    return _decode(text, "request", build)
+
+
+def encode_plan(plan: StepPlan) -> str:
+    return json.dumps(dataclasses.asdict(plan))
+
+
+def decode_plan(text: str) -> StepPlan:
+    """Raises ValueError when `text` is no encoded plan."""
+
+    def build(fields: dict) -> StepPlan:
+        prefill = tuple(PrefillChunk(**chunk) for chunk in fields.pop("prefill"))
+        decode = tuple(DecodeEntry(**entry) for entry in fields.pop("decode"))
+        return StepPlan(prefill=prefill, decode=decode, **fields)
+
+    return _decode(text, "step plan", build)
+
+
+def _decode(text: str, what: str, build: Callable[[dict], ValueT]) -> ValueT:
+    try:
+        return build(json.loads(text))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not an encoded {what}: {error!r} in {text[:200]!r}; both ends must run the same version") from error
