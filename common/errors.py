@@ -15,3 +15,7 @@ class RequestRejectedError(RoseError):
 
 class EngineClosedError(RoseError):
     """The engine was closed, or its loop stopped, with this request unfinished."""
+
+
+class RolloutError(RoseError):
+    """Episodes that keep failing, so that a batch or a demonstration cannot be completed."""
