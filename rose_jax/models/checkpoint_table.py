@@ -22,6 +22,9 @@ TENSOR_AXIS = "tensor"
 
 Path = tuple[str | int, ...]
 
+HEAD_PATH = ("lm_head",)
+"""A tied model has no such parameter: its head is the embedding."""
+
 
 class Dim(enum.Enum):
     """A named dimension of a weight."""
@@ -56,12 +59,11 @@ class TensorEntry:
 
     def partition(self, axis_sizes: Mapping[str, int]) -> PartitionSpec:
         """How the tensor lies on a mesh with these axes (replicated along those that do not divide it)."""
-        return PartitionSpec(
-            *(
-                axis if axis in axis_sizes and units % axis_sizes[axis] == 0 else None
-                for axis, units in zip(self.axes, self.units, strict=True)
-            )
+        fitting = (
+            axis if axis is not None and axis in axis_sizes and units % axis_sizes[axis] == 0 else None
+            for axis, units in zip(self.axes, self.units, strict=True)
         )
+        return PartitionSpec(*fitting)
 
 
 _IN = (TENSOR_AXIS, FSDP_AXIS)  # column parallel: each tensor rank makes its own outputs
@@ -82,7 +84,7 @@ TABLE: tuple[TensorRule, ...] = (
     TensorRule(f"{_LAYER}.mlp.up_proj.weight", ("layers", "{layer}", "mlp", "up_proj"), (Dim.FEED_FORWARD, Dim.HIDDEN), _IN),
     TensorRule(f"{_LAYER}.mlp.down_proj.weight", ("layers", "{layer}", "mlp", "down_proj"), (Dim.HIDDEN, Dim.FEED_FORWARD), _OUT),
     TensorRule("model.norm.weight", ("final_norm",), (Dim.HIDDEN,), (None,)),
-    TensorRule("lm_head.weight", ("lm_head",), (Dim.VOCAB, Dim.HIDDEN), _IN),
+    TensorRule("lm_head.weight", HEAD_PATH, (Dim.VOCAB, Dim.HIDDEN), _IN),
 )
 
 
@@ -112,11 +114,13 @@ def _entry(rule: TensorRule, config: Qwen3Config, layer_idx: int | None) -> Tens
 
 def tensor_entries(config: Qwen3Config) -> tuple[TensorEntry, ...]:
     """All weights of a model in the order of its layers; a tied model has no lm_head.weight."""
-    before, per_layer, after = [], [], []
-    for rule in TABLE:
-        if "{layer}" in rule.path:
-            per_layer.append(rule)
-        elif rule.path != ("lm_head",) or not config.tie_word_embeddings:
-            (after if per_layer else before).append(rule)
+    per_layer = [rule for rule in TABLE if "{layer}" in rule.path]
+    first = TABLE.index(per_layer[0])
+    last = TABLE.index(per_layer[-1])
     layers = [_entry(rule, config, layer_idx) for layer_idx in range(config.num_layers) for rule in per_layer]
-    return (*(_entry(rule, config, None) for rule in before), *layers, *(_entry(rule, config, None) for rule in after))
+    entries = [
+        *(_entry(rule, config, None) for rule in TABLE[:first]),
+        *layers,
+        *(_entry(rule, config, None) for rule in TABLE[last + 1 :]),
+    ]
+    return tuple(entry for entry in entries if entry.path != HEAD_PATH or not config.tie_word_embeddings)

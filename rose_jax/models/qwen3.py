@@ -37,18 +37,17 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def rope_angles(
-    positions: Int[Array, "B T"], head_dim: int, theta: float
-) -> tuple[Float32[Array, "B T 1 h"], Float32[Array, "B T 1 h"]]:
+RopeAngles = tuple[Float32[Array, "B T 1 h"], Float32[Array, "B T 1 h"]]
+
+
+def rope_angles(positions: Int[Array, "B T"], head_dim: int, theta: float) -> RopeAngles:
     """Cosine and sine of the rotary angle of each position and pair (h = head_dim / 2)."""
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(
-    x: Float[Array, "B T H d"], rope: tuple[Float32[Array, "B T 1 h"], Float32[Array, "B T 1 h"]]
-) -> Float[Array, "B T H d"]:
+def apply_rope(x: Float[Array, "B T H d"], rope: RopeAngles) -> Float[Array, "B T H d"]:
     """Turn each pair (x[i], x[i + d/2]) by its angle."""
     cos, sin = rope
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -113,9 +112,7 @@ class Attention(nnx.Module):
         self.q_norm = nnx.Param(jnp.ones(config.head_dim, param_dtype))
         self.k_norm = nnx.Param(jnp.ones(config.head_dim, param_dtype))
 
-    def __call__(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], layer_idx: int, attend: Attend
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], rope: RopeAngles, layer_idx: int, attend: Attend) -> Float[Array, "B T D"]:
         """Project, normalise and turn q and k, attend, project back."""
         batch, length, _ = x.shape
         head_dim, eps = self.config.head_dim, self.config.rms_norm_eps
@@ -154,9 +151,7 @@ class Layer(nnx.Module):
         self.mlp_norm = nnx.Param(jnp.ones(config.hidden_size, param_dtype))
         self.mlp = FeedForward(config, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], layer_idx: int, attend: Attend
-    ) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], rope: RopeAngles, layer_idx: int, attend: Attend) -> Float[Array, "B T D"]:
         """The residual stream after this layer."""
         x = x + self.attention(rms_norm(x, self.input_norm[...], self.eps), rope, layer_idx, attend)
         x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
@@ -164,7 +159,7 @@ class Layer(nnx.Module):
 
 
 class Qwen3(nnx.Module):
-    """The whole model. New weights: normal with std 1/sqrt(fan in), residual outputs smaller by sqrt(2 layers), embeddings as said."""
+    """The whole model. New weights are normal: std 1/sqrt(fan in), outputs to the residual stream smaller by sqrt(2 layers)."""
 
     def __init__(
         self, config: Qwen3Config, *, rngs: nnx.Rngs, embedding_init_std: float = 0.02, param_dtype: jnp.dtype = jnp.float32
@@ -216,7 +211,7 @@ def sequence_logprobs(
     """log p(token t | tokens before t) at index t, and the entropy of that distribution; index 0 is 0 in both.
 
     Logits over the vocabulary exist for at most max(chunk_tokens, B) positions at a time, in the backward pass too: time is cut
-    into chunks, each recomputed when its gradient is needed. Sequences are padded on the right; what stands there is the caller's to mask.
+    into chunks, each recomputed when its gradient is needed. Sequences are padded on the right; the caller masks what stands there.
     """
     batch, length = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))

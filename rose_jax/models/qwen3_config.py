@@ -65,7 +65,7 @@ class Qwen3Config:
         missing = [name for name in _SIZES.values() if fields.get(name) is None and name != "num_key_value_heads"]
         if missing:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
-        sizes = {ours: fields.get(theirs) for ours, theirs in _SIZES.items()}
+        sizes: dict[str, Any] = {ours: fields.get(theirs) for ours, theirs in _SIZES.items()}
         if sizes["num_kv_heads"] is None:
             sizes["num_kv_heads"] = sizes["num_heads"]
         eos = fields.get("eos_token_id")
