@@ -232,8 +232,11 @@ class FakeEngine:
 
     def state_digest(self) -> str:
         """A hash of everything that decides what happens next: equal on two engines that ran the same calls and plans."""
-        weights = {name: hashlib.sha256(value.tobytes()).hexdigest() for name, value in self._weights.items()}
-        requests = [dataclasses.asdict(live) for live in self._live.values()]
+        weights = [hashlib.sha256(value.tobytes()).hexdigest() for value in self._weights.values()]
+        requests = [
+            (request_id, live.arrival, live.slot_idx, live.preempted, live.aborted, live.kept_cache, live.token_ids, live.versions)
+            for request_id, live in self._live.items()
+        ]
         ended = [dataclasses.asdict(completion) for completion in self._ended]
         state = [
             weights,
@@ -267,9 +270,9 @@ class FakeEngine:
         return sorted(self._live.values(), key=place)
 
     def _slot_for(self, live: _Live, in_line: list[_Live], taken: dict[int, _Live]) -> int | None:
-        """Its own slot, a free one, or that of the last in line with a lower priority."""
+        """Its own slot (unless this plan has given it away), a free one, or that of the last in line with a lower priority."""
         if live.slot_idx is not None:
-            return live.slot_idx
+            return None if live.slot_idx in taken else live.slot_idx
         occupied = {other.slot_idx for other in in_line}
         for slot_idx in range(self._info.max_slots):
             if slot_idx not in occupied and slot_idx not in taken:

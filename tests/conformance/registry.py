@@ -1,0 +1,149 @@
+"""Which engines the conformance suite runs over. Adding a backend means adding one function here (see README.md).
+
+The function builds an EngineCase; it runs only when a test wants that engine, so it imports its backend inside and may skip
+itself with a reason where the backend is not installed. What an engine does not do is declared in `lacks`, with the reason that
+the skipped test then shows; it is never guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from common.serving.engine import StepEngine
+
+MAX_SLOTS = 4
+MAX_CONTEXT_TOKENS = 64
+MIN_VOCAB_SIZE = 32
+"""The size every engine is built in: small, and the same for all tests, so that a compiled program serves them all."""
+
+
+class Feature(enum.StrEnum):
+    """What an engine may lack. Everything else is required."""
+
+    CHUNKED_PREFILL = "a prompt longer than the step's limit is computed in chunks"
+    PREFILL_WITH_DECODE = "one step holds prefill and decode"
+    PRIORITY_PREEMPTION = "a waiting request of higher priority takes a slot at the next step"
+    KEEP_CACHE = "preempt(keep_cache=True) computes nothing again"
+    RESUME_FIRST = "a preempted request resumes before its equals"
+    TRUNCATED_SAMPLING = "top-k, top-p and min-p"
+    TOP_LOGPROBS = "log-probabilities of the n most probable tokens"
+    STOP_STRINGS = "stop strings"
+    REQUEST_CHECKS = "sampling options out of range are rejected"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineCase:
+    """One engine under test.
+
+    Args:
+        make: a fresh engine of MAX_SLOTS and MAX_CONTEXT_TOKENS, vocabulary of MIN_VOCAB_SIZE or more, weights(0) as version 0.
+        weights: weights from a seed, in the form that `commit` takes; other seeds give other distributions.
+        wrong_weights: what `commit` must refuse (ValueError or a RoseError): name of the fault -> weights.
+        logprob_atol: how far a log-probability may move with batch mates, slot and preemption. Tokens must not move at all.
+        lacks: features that the engine does not have, each with the reason.
+        token_text: what a token reads as; needed for Feature.STOP_STRINGS.
+        reuse: keep one engine for all tests that leave it whole, where building one is dear.
+        num_random_schedules: hypothesis examples per property.
+    """
+
+    make: Callable[[], StepEngine[Any]]
+    weights: Callable[[int], object]
+    wrong_weights: Callable[[], Mapping[str, object]]
+    logprob_atol: float
+    lacks: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
+    token_text: Callable[[int], str] | None = None
+    reuse: bool = False
+    num_random_schedules: int = 150
+
+    def needs(self, *features: Feature) -> None:
+        """Skip the running test, with the declared reason, when the engine lacks one of `features`."""
+        for feature in features:
+            if feature in self.lacks:
+                pytest.skip(f"{feature.name}: {self.lacks[feature]}")
+
+
+ENGINES: dict[str, Callable[[], EngineCase]] = {}
+
+
+def register(name: str) -> Callable[[Callable[[], EngineCase]], Callable[[], EngineCase]]:
+    """Decorator: the function below it builds the case of engine `name`."""
+
+    def add(build: Callable[[], EngineCase]) -> Callable[[], EngineCase]:
+        assert name not in ENGINES, f"engine {name!r} is registered twice"
+        ENGINES[name] = build
+        return build
+
+    return add
+
+
+def _fake_case(make: Callable[[dict], StepEngine[Any]]) -> EngineCase:
+    from common.serving import fake_model
+
+    def wrong_weights() -> dict[str, object]:
+        good = fake_model.make_weights(1, MIN_VOCAB_SIZE)
+        return {
+            "a missing name": {"table": good["table"]},
+            "a wrong shape": {**good, "bias": good["bias"][:-1]},
+            "a wrong dtype": {**good, "table": good["table"].astype("float64")},
+            "a value that is no number": {**good, "bias": good["bias"] * float("nan")},
+        }
+
+    return EngineCase(
+        make=lambda: make(fake_model.make_weights(0, MIN_VOCAB_SIZE)),
+        weights=lambda seed: fake_model.make_weights(seed, MIN_VOCAB_SIZE),
+        wrong_weights=wrong_weights,
+        logprob_atol=0.0,
+        token_text=fake_model.token_text,
+    )
+
+
+@register("fake")
+def fake() -> EngineCase:
+    from common.serving.fake import FakeEngine
+
+    return _fake_case(lambda weights: FakeEngine(weights, max_slots=MAX_SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS))
+
+
+@register("fake-small-cache")
+def fake_small_cache() -> EngineCase:
+    """A cache that holds a quarter of the slots: requests lose it to each other all the time."""
+    from common.serving.fake import FakeEngine
+
+    def make(weights: dict) -> FakeEngine:
+        return FakeEngine(
+            weights, max_slots=MAX_SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS, cache_capacity_tokens=MAX_CONTEXT_TOKENS
+        )
+
+    return _fake_case(make)
+
+
+@register("fake-async")
+def fake_async() -> EngineCase:
+    from common.clock import FakeClock
+    from common.serving.fake import FakeEngine
+
+    def make(weights: dict) -> FakeEngine:
+        return FakeEngine(weights, max_slots=MAX_SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS, clock=FakeClock(), asynchronous=True)
+
+    return _fake_case(make)
+
+
+@register("fake-two-rank")
+def fake_two_rank() -> EngineCase:
+    from common.clock import FakeClock
+    from common.serving.fake import FakeEngine
+    from common.serving.fake_ranks import TwoRankFakeEngine
+
+    def make(weights: dict) -> TwoRankFakeEngine:
+        leader, follower = (
+            FakeEngine(weights, max_slots=MAX_SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS, clock=clock, asynchronous=True)
+            for clock in (FakeClock(), None)
+        )
+        return TwoRankFakeEngine(leader, follower)
+
+    return _fake_case(make)
