@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -22,6 +22,8 @@ TENSOR_AXIS = "tensor"
 
 Path = tuple[str | int, ...]
 
+EMBEDDING_NAME = "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
 HEAD_PATH = ("lm_head",)
 """A tied model has no such parameter: its head is the embedding."""
 
@@ -71,7 +73,7 @@ _OUT = (FSDP_AXIS, TENSOR_AXIS)  # row parallel: each tensor rank consumes its o
 _LAYER = "model.layers.{layer}"
 
 TABLE: tuple[TensorRule, ...] = (
-    TensorRule("model.embed_tokens.weight", ("embed_tokens",), (Dim.VOCAB, Dim.HIDDEN), _IN),
+    TensorRule(EMBEDDING_NAME, ("embed_tokens",), (Dim.VOCAB, Dim.HIDDEN), _IN),
     TensorRule(f"{_LAYER}.input_layernorm.weight", ("layers", "{layer}", "input_norm"), (Dim.HIDDEN,), (None,)),
     TensorRule(f"{_LAYER}.self_attn.q_proj.weight", ("layers", "{layer}", "attention", "q_proj"), (Dim.QUERY, Dim.HIDDEN), _IN),
     TensorRule(f"{_LAYER}.self_attn.k_proj.weight", ("layers", "{layer}", "attention", "k_proj"), (Dim.KEY_VALUE, Dim.HIDDEN), _IN),
@@ -84,8 +86,10 @@ TABLE: tuple[TensorRule, ...] = (
     TensorRule(f"{_LAYER}.mlp.up_proj.weight", ("layers", "{layer}", "mlp", "up_proj"), (Dim.FEED_FORWARD, Dim.HIDDEN), _IN),
     TensorRule(f"{_LAYER}.mlp.down_proj.weight", ("layers", "{layer}", "mlp", "down_proj"), (Dim.HIDDEN, Dim.FEED_FORWARD), _OUT),
     TensorRule("model.norm.weight", ("final_norm",), (Dim.HIDDEN,), (None,)),
-    TensorRule("lm_head.weight", HEAD_PATH, (Dim.VOCAB, Dim.HIDDEN), _IN),
+    TensorRule(HEAD_NAME, HEAD_PATH, (Dim.VOCAB, Dim.HIDDEN), _IN),
 )
+
+_NAME_OF_PATH = {rule.path: rule.hf_name for rule in TABLE}
 
 
 def _size_and_units(dim: Dim, config: Qwen3Config) -> tuple[int, int]:
@@ -118,9 +122,17 @@ def tensor_entries(config: Qwen3Config) -> tuple[TensorEntry, ...]:
     first = TABLE.index(per_layer[0])
     last = TABLE.index(per_layer[-1])
     layers = [_entry(rule, config, layer_idx) for layer_idx in range(config.num_layers) for rule in per_layer]
-    entries = [
-        *(_entry(rule, config, None) for rule in TABLE[:first]),
-        *layers,
-        *(_entry(rule, config, None) for rule in TABLE[last + 1 :]),
-    ]
-    return tuple(entry for entry in entries if entry.path != HEAD_PATH or not config.tie_word_embeddings)
+    before = [_entry(rule, config, None) for rule in TABLE[:first]]
+    after = [_entry(rule, config, None) for rule in TABLE[last + 1 :]]
+    return tuple(entry for entry in (*before, *layers, *after) if entry.path != HEAD_PATH or not config.tie_word_embeddings)
+
+
+def hf_name(path: Sequence[object]) -> str:
+    """The Hugging Face name of a parameter.
+
+    Raises:
+        KeyError: the path is not in the table.
+    """
+    layer_idx = next((part for part in path if isinstance(part, int)), None)
+    pattern = tuple("{layer}" if isinstance(part, int) else str(part) for part in path)
+    return _NAME_OF_PATH[pattern].format(layer=layer_idx)

@@ -103,15 +103,17 @@ class Qwen3Config:
         }
 
 
-def _rope_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-
-
 def _rope_theta(fields: Mapping[str, Any]) -> float:
-    theta = _rope_fields(fields).get("rope_theta", fields.get("rope_theta"))
+    theta = (fields.get("rope_parameters") or {}).get("rope_theta", fields.get("rope_theta"))
     if theta is None:
         raise ValueError("config.json lacks rope_theta (also looked for in rope_parameters)")
     return float(theta)
+
+
+def _rope_types(fields: Mapping[str, Any]) -> list[str]:
+    """transformers 5 writes rope_parameters, transformers 4 rope_scaling; either may ask for scaling."""
+    given = [fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
+    return [rope.get("rope_type", rope.get("type", "default")) for rope in given]
 
 
 def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
@@ -119,13 +121,12 @@ def _refuse_unsupported(fields: Mapping[str, Any]) -> None:
     if model_type != MODEL_TYPE:
         raise ValueError(f"model_type={model_type!r} is not supported; only {MODEL_TYPE!r} (dense) is")
     layer_types = fields.get("layer_types") or []
-    rope = _rope_fields(fields)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_types = _rope_types(fields)
     activation = fields.get("hidden_act", "silu")
     refused = {
         f"use_sliding_window={fields.get('use_sliding_window')}": bool(fields.get("use_sliding_window")),
         f"layer_types={sorted(set(layer_types))}": any(kind != "full_attention" for kind in layer_types),
-        f"rope scaling {dict(rope)}": rope_type != "default",
+        f"rope scaling of type {rope_types}": any(kind != "default" for kind in rope_types),
         f"attention_bias={fields.get('attention_bias')}": bool(fields.get("attention_bias")),
         f"hidden_act={activation!r} (only 'silu')": activation != "silu",
         f"quantization_config={fields.get('quantization_config')}": fields.get("quantization_config") is not None,
