@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from common.config import Config
 from common.errors import RolloutError
 from common.rollout.chat import ChatTokenizer
 from common.rollout.environment import Demonstrator, Environment, TaskSuite
+from common.rollout.tasks import PromptCursor
 from common.rollout.worker import run_episode
 from common.types import Completion, EpisodeEnd, FinishReason, Request, SamplingParams, Split, Task, Trajectory
 
@@ -29,6 +31,8 @@ class _Expert:
     rng: np.random.Generator
     random_action_share: float
     environment: Environment
+    demonstrator: Demonstrator
+    """The same object as `environment`."""
 
     @property
     def system_prompt(self) -> str | None:
@@ -51,9 +55,8 @@ class _Expert:
         return self.suite.vocabulary()
 
     async def generate(self, request: Request) -> Completion:
-        assert isinstance(self.environment, Demonstrator)
         is_random = self.rng.random() < self.random_action_share
-        action = self.environment.random_action(self.rng) if is_random else self.environment.expert_action()
+        action = self.demonstrator.random_action(self.rng) if is_random else self.demonstrator.expert_action()
         token_ids = tuple(self.chat.encode_turn(action))
         if len(token_ids) > request.sampling.max_tokens:
             raise ValueError(
@@ -92,7 +95,14 @@ async def demonstrate(
             f"{type(environment).__name__} of {type(suite).__name__} cannot demonstrate: set warmup.num_updates=0, or give it "
             "expert_action and random_action (common.rollout.environment.Demonstrator)"
         )
-    expert = _Expert(suite=suite, chat=chat, rng=rng, random_action_share=random_action_share, environment=environment)
+    expert = _Expert(
+        suite=suite,
+        chat=chat,
+        rng=rng,
+        random_action_share=random_action_share,
+        environment=environment,
+        demonstrator=environment,
+    )
     trajectory = await run_episode(
         suite=expert,
         task=task,
@@ -110,33 +120,39 @@ async def demonstrate(
     return trajectory
 
 
-def demonstrate_all(
-    suite: TaskSuite,
-    tasks: Sequence[Task],
-    chat: ChatTokenizer,
-    *,
-    seed: int,
-    random_action_share: float,
-    max_context_tokens: int,
-    max_turn_tokens: int,
-) -> list[Trajectory]:
-    """One demonstration per task, one after the other, each with its own random numbers from (seed, place in `tasks`).
+class WarmupDemonstrations:
+    """The demonstrations of a run's warm-up: a batch for each update, drawn from (run seed, update), and a fixed validation set.
 
     Blocks; call it where no event loop runs.
     """
 
-    async def play_all() -> list[Trajectory]:
-        return [
-            await demonstrate(
-                suite,
-                task,
-                chat,
-                np.random.default_rng([seed, task_idx]),
-                random_action_share,
-                max_context_tokens=max_context_tokens,
-                max_turn_tokens=max_turn_tokens,
-            )
-            for task_idx, task in enumerate(tasks)
-        ]
+    def __init__(self, config: Config, suite: TaskSuite, chat: ChatTokenizer) -> None:
+        self._config, self._suite, self._chat = config, suite, chat
 
-    return asyncio.run(play_all())
+    def batch(self, update_idx: int) -> list[Trajectory]:
+        """`warmup.batch_size` demonstrations of training tasks: each epoch of prompts plays every task once."""
+        batch_size = self._config.warmup.batch_size
+        cursor = PromptCursor(self._suite, seed=self._config.seed, num_taken=update_idx * batch_size)
+        return self._play([task for _, task in cursor.take(batch_size)], draw=(self._config.seed, update_idx))
+
+    def validation(self) -> list[Trajectory]:
+        """One demonstration of each of the first `warmup.num_validation_tasks` validation tasks, whatever the run's seed."""
+        num_tasks = min(self._config.warmup.num_validation_tasks, self._suite.num_tasks(Split.VALIDATION))
+        return self._play([self._suite.task(Split.VALIDATION, task_idx) for task_idx in range(num_tasks)], draw=())
+
+    def _play(self, tasks: Sequence[Task], draw: tuple[int, ...]) -> list[Trajectory]:
+        async def play_all() -> list[Trajectory]:
+            return [
+                await demonstrate(
+                    self._suite,
+                    task,
+                    self._chat,
+                    np.random.default_rng([*draw, task_idx]),
+                    self._config.warmup.random_action_share,
+                    max_context_tokens=self._config.sampler.max_context_tokens,
+                    max_turn_tokens=self._config.sampler.max_turn_tokens,
+                )
+                for task_idx, task in enumerate(tasks)
+            ]
+
+        return asyncio.run(play_all())

@@ -243,9 +243,13 @@ def _make_environment(suite: TaskSuite) -> Environment:
         raise _EpisodeFailedError(f"make_environment raised {type(error).__name__}: {error}") from error
 
 
+async def _awaited(awaitable: Awaitable[_T]) -> _T:
+    return await awaitable  # a user's method may return any awaitable; a task takes coroutines only
+
+
 async def _within(call: Callable[[], Awaitable[_T]], timeout_s: float, what: str) -> _T:
     """Await what `call` returns for at most `timeout_s`; after that it is cancelled and left behind, so it holds nobody up."""
-    task = asyncio.ensure_future(call())
+    task = asyncio.create_task(_awaited(call()))
     try:
         await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -257,18 +261,19 @@ async def _within(call: Callable[[], Awaitable[_T]], timeout_s: float, what: str
     return task.result()
 
 
-_abandoned: set[asyncio.Future[Any]] = set()  # the loop itself holds tasks only weakly
+_abandoned: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks only weakly
 
 
-def _abandon(task: asyncio.Future[Any]) -> None:
+def _abandon(task: asyncio.Task[Any]) -> None:
     """Cancel without waiting, and log what still comes of it."""
 
-    def forget(done: asyncio.Future[Any]) -> None:
+    def forget(done: asyncio.Task[Any]) -> None:
         _abandoned.discard(done)
         if not done.cancelled() and (error := done.exception()) is not None:
             _log.warning("an environment call that was given up raised %r", error)
 
     _abandoned.add(task)
+    asyncio._unregister_task(task)  # from asyncio's interface for extensions: asyncio.run waits at its end for all it knows
     task.add_done_callback(forget)
     task.cancel()
 
