@@ -75,9 +75,7 @@ class WarmupConfig:
     lr: float = 4e-3
     random_action_share: float = 0.35
     validation_interval: int = 20
-    """Updates between losses on demonstrations of validation tasks; 0: never."""
-    patience: int = 3
-    """Validations in a row without a new best after which the warm-up stops early."""
+    """Updates between losses on demonstrations of validation tasks; the weights with the lowest are kept. 0 keeps the last."""
     num_validation_tasks: int = 96
 
 
@@ -219,7 +217,7 @@ def _validate_learning(config: Config) -> None:
         value = getattr(optim, name)
         _require(0 <= value < 1, f"optim.{name}={value} must lie in [0, 1)")
     _require_not_negative("warmup", warmup, "num_updates", "validation_interval")
-    _require_positive("warmup", warmup, "batch_size", "lr", "patience", "num_validation_tasks")
+    _require_positive("warmup", warmup, "batch_size", "lr", "num_validation_tasks")
     share = warmup.random_action_share
     _require(0 <= share <= 1, f"warmup.random_action_share={share} must lie in [0, 1]")
 
@@ -231,6 +229,7 @@ def validate(config: Config) -> None:
         ValueError: names the field, its value and the fix.
     """
     _require_not_negative("config", config, "seed", "num_versions")
+    _require(config.seed < 2**31, f"config.seed={config.seed} must be below 2**31")
     _validate_model(config.model, config.mesh)
     _validate_learning(config)
     sampler = config.sampler

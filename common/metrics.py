@@ -6,14 +6,35 @@ the middle of a line. Event files are only appended to; TensorBoard hides the ov
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
 Scalar = float | int | str | bool
+
+TIME_METRICS = ("warmup_s", "rollout_s", "update_s", "publish_s", "checkpoint_s", "eval_s")
+"""Wall seconds of the parts of a run, as they stand in its rows."""
+
+
+class Stopwatch:
+    """Seconds by name, for one row: `with watch.part("rollout_s"): ...`, then `watch.seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        assert name in TIME_METRICS, name
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
 
 
 def read_metrics(path: Path) -> list[dict[str, Scalar]]:
@@ -35,21 +56,21 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
 class RunLog:
     """Writes rows of one `phase` ("warmup", "train", "eval") at an integer `step` (update or version) each."""
 
-    def __init__(self, workdir: Path, *, resume_steps: Mapping[str, int]) -> None:
+    def __init__(self, workdir: Path, *, after: Mapping[str, int]) -> None:
         """Open the log of a workdir, dropping rows that the resumed run will write again.
 
         Args:
-            resume_steps: for each phase the first step that will be written again; a phase not named starts empty.
+            after: for each phase the last step whose row stays; a phase not named starts empty.
         """
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / "metrics.jsonl"
-        rows = [row for row in read_metrics(self._path) if int(row["step"]) < resume_steps.get(str(row["phase"]), 0)]
+        rows = [row for row in read_metrics(self._path) if int(row["step"]) <= after.get(str(row["phase"]), -1)]
         temporary = self._path.with_suffix(".jsonl.tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(temporary, self._path)
         self.rows: list[dict[str, Scalar]] = rows
         self._writers = {
-            phase: SummaryWriter(str(workdir / "tensorboard" / phase), purge_step=resume_steps.get(phase, 0), flush_secs=10)
+            phase: SummaryWriter(str(workdir / "tensorboard" / phase), purge_step=after.get(phase, -1) + 1, flush_secs=10)
             for phase in ("warmup", "train", "eval")
         }
 

@@ -14,10 +14,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from common.metrics import RunLog
+from common.metrics import TIME_METRICS, RunLog
 from common.types import Trajectory
 
-TIME_METRICS = ("warmup_s", "rollout_s", "update_s", "publish_s", "checkpoint_s", "eval_s")
 EVAL_MODES = ("sampled", "greedy")
 SMOOTHING = 0.2
 """Weight of the newest value in the exponentially weighted line drawn over noisy per-version values."""
@@ -122,7 +121,7 @@ def plot_curves(log: RunLog, path: Path) -> None:
         success.errorbar([e.version for e in evals], values, yerr=errors, fmt="o-", color=color, label=f"held-out, {mode}")
     success.set(title="Success", xlabel="weight version", ylim=(0, 1))
     success.legend(loc="lower right")
-    for name in ("entropy", "clip_share", "bf16_unchanged_share"):
+    for name in ("entropy", "clip_fraction_high", "clip_fraction_low", "bf16_unchanged_share"):
         steps, values = log.series("train", name)
         if values:
             policy.plot(steps, values, label=name.replace("_", " "))

@@ -1,11 +1,14 @@
-"""Success of a policy on fixed tasks: sampled at temperature 1 and greedy, with standard errors."""
+"""What a set of trajectories says about a policy: success with standard errors, lengths, rates."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from common.types import Trajectory
+from common.metrics import Scalar
+from common.rollout.buffer import has_contrast
+from common.serving.loop import LoopCounters
+from common.types import EpisodeEnd, Group, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,3 +30,33 @@ def success_rate(trajectories: Sequence[Trajectory]) -> SuccessRate:
     num_tasks = len(trajectories)
     rate = sum(trajectory.success for trajectory in trajectories) / num_tasks
     return SuccessRate(rate=rate, stderr=(rate * (1 - rate) / num_tasks) ** 0.5, num_tasks=num_tasks)
+
+
+def evaluation_metrics(*, sampled: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> dict[str, Scalar]:
+    """The row of one evaluation; both sets play the same tasks."""
+    rates = {"sampled": success_rate(sampled), "greedy": success_rate(greedy)}
+    metrics: dict[str, Scalar] = {"num_tasks": rates["sampled"].num_tasks}
+    for mode, rate in rates.items():
+        metrics |= {mode: rate.rate, f"{mode}_stderr": rate.stderr}
+    return metrics
+
+
+def rollout_metrics(groups: Sequence[Group], counters: LoopCounters, rollout_s: float) -> dict[str, float]:
+    """The row of one learner step's rollouts. Rates are over the wall time of the rollout, environments included."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    num_trajectories = len(trajectories)
+    num_tokens = [len(trajectory.token_ids) for trajectory in trajectories]
+    return {
+        "rollout_success": sum(trajectory.success for trajectory in trajectories) / num_trajectories,
+        "rollout_reward": sum(trajectory.reward for trajectory in trajectories) / num_trajectories,
+        "turns_mean": sum(len(trajectory.turns) for trajectory in trajectories) / num_trajectories,
+        "trajectory_tokens_mean": sum(num_tokens) / num_trajectories,
+        "trajectory_tokens_max": max(num_tokens),
+        "unfinished_share": sum(trajectory.end is not EpisodeEnd.DONE for trajectory in trajectories) / num_trajectories,
+        "groups_with_contrast_share": sum(has_contrast(group) for group in groups) / len(groups),
+        "rollout_tokens_per_s": counters.sampled_tokens / rollout_s,
+        "prefill_tokens": counters.prefill_tokens,
+        "sampled_tokens": counters.sampled_tokens,
+        "engine_steps": counters.num_steps,
+        "engine_device_s": counters.device_s,
+    }

@@ -1,0 +1,108 @@
+"""RolloutRunner: plays whole batches of episodes on one engine, for code that waits for them.
+
+Synchronous on purpose: the learner's loop reads from top to bottom. Between two calls the engine holds no work, so that weights may
+be committed. Results depend on the prompts, the weights and the run's seed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from common.config import Config
+from common.rollout.buffer import GroupBuffer
+from common.rollout.chat import ChatTokenizer
+from common.rollout.collector import PlayEpisode, collect_groups
+from common.rollout.environment import TaskSuite
+from common.rollout.tasks import PromptCursor
+from common.rollout.worker import Sampler, run_episode
+from common.serving.engine import StepEngine
+from common.serving.loop import EngineLoop, LoopCounters
+from common.types import Group, SamplingParams, Split, Trajectory
+
+WeightsT = TypeVar("WeightsT")
+ResultT = TypeVar("ResultT")
+OnTrajectory = Callable[[Trajectory], None]
+
+EVALUATION_SEED_OFFSET = 2**31
+"""Keeps the draws of evaluations apart from those of training, whose run_seed lies below it."""
+
+
+class RolloutRunner(Generic[WeightsT]):
+    """See the module. `counters` are those of the newest call."""
+
+    def __init__(self, config: Config, suite: TaskSuite, chat: ChatTokenizer, engine: StepEngine[WeightsT]) -> None:
+        self._config, self._suite, self._chat, self._engine = config, suite, chat, engine
+        self.buffer = GroupBuffer(group_size=config.grpo.group_size)
+        self.counters = LoopCounters()
+
+    def collect(self, cursor: PromptCursor, on_trajectory: OnTrajectory | None = None) -> list[Group]:
+        """The groups of one learner step, `grpo.prompts_per_step` of them, in order of their ids.
+
+        Raises:
+            RolloutError: episodes keep failing; nothing was trained on, the same step can be tried again.
+            EngineClosedError: the engine failed.
+        """
+        grpo = self._config.grpo
+
+        async def collect(play: PlayEpisode) -> list[Group]:
+            return await collect_groups(
+                cursor.take(grpo.prompts_per_step),
+                play=play,
+                group_size=grpo.group_size,
+                cursor=cursor,
+                dynamic_sampling=grpo.dynamic_sampling,
+                max_refills=grpo.max_refills,
+                buffer=self.buffer,
+                on_trajectory=on_trajectory,
+            )
+
+        return self._run(collect, temperature=self._config.sampler.temperature, run_seed=self._config.seed)
+
+    def evaluate(
+        self, num_tasks: int, *, temperature: float, split: Split = Split.HELD_OUT, on_trajectory: OnTrajectory | None = None
+    ) -> list[Trajectory]:
+        """One episode on each of the first `num_tasks` tasks of a split, in their order.
+
+        Raises:
+            ValueError: the split has fewer tasks.
+        """
+        if num_tasks > self._suite.num_tasks(split):
+            raise ValueError(
+                f"{num_tasks} tasks to evaluate, but split {split.value} of {self._config.env.factory} has "
+                f"{self._suite.num_tasks(split)}; lower eval.num_tasks or give the suite more"
+            )
+
+        async def play_all(play: PlayEpisode) -> list[Trajectory]:
+            async def play_one(task_idx: int) -> Trajectory:
+                trajectory = await play(task=self._suite.task(split, task_idx), trajectory_id=task_idx, group_id=task_idx)
+                if on_trajectory is not None:
+                    on_trajectory(trajectory)
+                return trajectory
+
+            return await asyncio.gather(*(play_one(task_idx) for task_idx in range(num_tasks)))
+
+        return self._run(play_all, temperature=temperature, run_seed=EVALUATION_SEED_OFFSET + self._config.seed)
+
+    def _run(self, work: Callable[[PlayEpisode], Awaitable[ResultT]], *, temperature: float, run_seed: int) -> ResultT:
+        sampler_config = self._config.sampler
+
+        async def run() -> ResultT:
+            async with EngineLoop(self._engine, max_step_tokens=sampler_config.max_step_tokens) as loop:
+                sampler: Sampler = loop
+                play = functools.partial(
+                    run_episode,
+                    suite=self._suite,
+                    chat=self._chat,
+                    sampler=sampler,
+                    sampling=SamplingParams(max_tokens=sampler_config.max_turn_tokens, temperature=temperature),
+                    run_seed=run_seed,
+                    max_context_tokens=sampler_config.max_context_tokens,
+                    turn_timeout_s=self._config.env.turn_timeout_s,
+                )
+                self.counters = loop.counters
+                return await work(play)
+
+        return asyncio.run(run())

@@ -1,0 +1,78 @@
+"""The policy a run starts from: read from a Hugging Face folder, or made new in the shape the config gives.
+
+A new model's vocabulary is the environment's own words, so that a small model is small. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from common.config import Config
+from common.rollout.chat import ChatTokenizer
+from common.rollout.environment import TaskSuite
+from rose_jax.export import load_checkpoint
+from rose_jax.models.qwen3 import create_model
+from rose_jax.models.qwen3_config import Qwen3Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A model's configuration, float32 parameters and the tokenizer that belongs to it."""
+
+    model_config: Qwen3Config
+    params: nnx.State
+    chat: ChatTokenizer
+
+
+def build_policy(config: Config, suite: TaskSuite, mesh: Mesh) -> Policy:
+    """Load `model.checkpoint`, or make a model from `seed`.
+
+    Raises:
+        CheckpointError: the folder cannot be used.
+        ValueError: the context the sampler is configured for exceeds the model's.
+    """
+    model = config.model
+    if model.checkpoint is not None:
+        folder = Path(model.checkpoint)
+        model_config, params = load_checkpoint(folder, mesh=mesh)
+        chat = ChatTokenizer.load(folder)
+        if config.sampler.max_context_tokens > model_config.max_position_embeddings:
+            raise ValueError(
+                f"sampler.max_context_tokens={config.sampler.max_context_tokens} is above the "
+                f"{model_config.max_position_embeddings} positions of {folder}; lower it"
+            )
+        return Policy(model_config=model_config, params=params, chat=chat)
+    chat = ChatTokenizer.from_vocabulary(suite.vocabulary())
+    model_config = Qwen3Config(
+        vocab_size=chat.vocab_size,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.intermediate_size,
+        tie_word_embeddings=model.tie_word_embeddings,
+        rope_theta=model.rope_theta,
+        rms_norm_eps=model.rms_norm_eps,
+        max_position_embeddings=model.max_position_embeddings,
+        pad_token_id=chat.pad_token_id,
+        eos_token_id=chat.stop_token_ids[0],
+    )
+    new_model = create_model(model_config, seed=config.seed, mesh=mesh, embedding_init_std=model.embedding_init_std)
+    return Policy(model_config=model_config, params=nnx.state(new_model), chat=chat)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _cast(params: nnx.State, dtype: str) -> nnx.State:
+    return jax.tree.map(lambda value: value.astype(dtype), params)
+
+
+def engine_weights(published: nnx.State, config: Config) -> nnx.State:
+    """Published weights in the dtype an engine computes in; widening bfloat16 to float32 changes no value."""
+    return _cast(published, config.model.compute_dtype)

@@ -1,0 +1,165 @@
+"""Train a language agent: warm-up on demonstrations, then reinforcement learning on its own rollouts.
+
+    python -m scripts.train --config=configs/frozenlake_cpu.py --workdir=runs/frozenlake_cpu [--config.optim.lr=1e-4 ...]
+
+Everything goes to the workdir: config.json, metrics.jsonl, tensorboard/, checkpoints/, and at the end report.md with curves.png and
+the trained model in Hugging Face form under model/. The same command again goes on from the newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from common import check_installation
+from common.config import Config, validate
+from common.metrics import RunLog, Stopwatch
+from common.progress import progress_bar
+from common.report import summary_lines, write_report
+from common.rollout.demonstrations import WarmupDemonstrations
+from common.rollout.environment import load_task_suite
+from common.rollout.evaluate import evaluation_metrics, rollout_metrics
+from common.rollout.runner import RolloutRunner
+from common.rollout.tasks import PromptCursor
+from common.workdir import open_workdir
+from rose_jax.advantages import score_groups
+from rose_jax.batching import demonstration_batch, rl_batch
+from rose_jax.checkpoint import Checkpoints, config_fingerprint
+from rose_jax.density import unchanged_share
+from rose_jax.engine import JaxEngine
+from rose_jax.export import save_checkpoint
+from rose_jax.learner import Learner
+from rose_jax.mesh import make_mesh
+from rose_jax.policy import build_policy, engine_weights
+from rose_jax.update import Phase
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file; --config.x.y=z changes a field.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of this run; the same command again goes on from what it holds.")
+
+WARMUP_CHECKPOINT_UPDATES = 60
+NUM_REPORTED_TRAJECTORIES = 4
+
+
+def train(config: Config, workdir: Path) -> None:
+    # Build every part, and go on from the newest checkpoint if there is one.
+    suite = load_task_suite(config.env.factory, config.env.options)
+    mesh = make_mesh(config.mesh)
+    policy = build_policy(config, suite, mesh)
+    learner = Learner(config, policy.model_config, mesh, policy.params)
+    fingerprint = config_fingerprint(config, policy.model_config)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, fingerprint=fingerprint)
+    num_prompts_taken = 0
+    restored = checkpoints.restore_latest(learner.abstract_arrays())
+    if restored is not None:
+        learner.load(restored.arrays, restored.progress["learner"])
+        num_prompts_taken = restored.progress["prompts_taken"]
+        print(f"Going on after {learner.num_warmup_updates} warm-up updates and {learner.version} versions")
+    cursor = PromptCursor(suite, seed=config.seed, num_taken=num_prompts_taken)
+    log = RunLog(workdir, after={"warmup": learner.num_warmup_updates, "train": learner.version, "eval": learner.version})
+
+    def save() -> None:
+        progress = {"learner": learner.progress(), "prompts_taken": cursor.num_taken}
+        checkpoints.save(learner.step, arrays=learner.arrays(), progress=progress)
+
+    if learner.phase is Phase.WARMUP:
+        warm_up(config, learner, WarmupDemonstrations(config, suite, policy.chat), log, save)
+        learner.start_reinforcement()
+        save()
+
+    engine = JaxEngine(
+        policy.model_config,
+        engine_weights(learner.published_params(), config),
+        max_slots=config.sampler.max_slots,
+        max_context_tokens=config.sampler.max_context_tokens,
+        version=learner.version,
+    )
+    runner = RolloutRunner(config, suite, policy.chat, engine)
+
+    def evaluate(num_tasks: int) -> None:
+        """Sampled and greedy success on held-out tasks, unless this version has been evaluated already."""
+        if learner.version in log.series("eval", "sampled")[0]:
+            return
+        watch = Stopwatch()
+        with watch.part("eval_s"), progress_bar("evaluate", 2 * num_tasks, "episode") as bar:
+            sampled = runner.evaluate(num_tasks, temperature=1.0, on_trajectory=bar.count)
+            greedy = runner.evaluate(num_tasks, temperature=0.0, on_trajectory=bar.count)
+        log.write("eval", learner.version, evaluation_metrics(sampled=sampled, greedy=greedy) | watch.seconds)
+
+    evaluate(config.eval.num_tasks)
+    with progress_bar("train", config.num_versions, "version", initial=learner.version) as train_bar:
+        while learner.version < config.num_versions:
+            watch = Stopwatch()
+            num_episodes = config.grpo.prompts_per_step * config.grpo.group_size
+            with watch.part("rollout_s"), progress_bar("rollout", num_episodes, "episode", nested=True) as bar:
+                groups = runner.collect(cursor, on_trajectory=bar.count)
+            with watch.part("update_s"):
+                published = learner.published_params()
+                batch = rl_batch(score_groups(groups, normalize_std=config.grpo.normalize_std))
+                metrics = learner.update(batch)
+            with watch.part("publish_s"):
+                newly_published = learner.published_params()
+                engine.commit(engine_weights(newly_published, config), version=learner.version)
+                metrics |= unchanged_share(published, newly_published)
+            is_last = learner.version == config.num_versions
+            if learner.version % config.checkpoint.interval == 0 or is_last:
+                with watch.part("checkpoint_s"):
+                    save()
+            rollout = rollout_metrics(groups, runner.counters, watch.seconds["rollout_s"])
+            log.write("train", learner.version, metrics | rollout | watch.seconds)
+            train_bar.advance(success=rollout["rollout_success"], tokens_per_s=rollout["rollout_tokens_per_s"])
+            if config.eval.interval and learner.version % config.eval.interval == 0 and not is_last:
+                evaluate(config.eval.num_tasks_in_run)
+    evaluate(config.eval.num_tasks)
+
+    save_checkpoint(
+        workdir / "model",
+        learner.published_params(),
+        policy.model_config,
+        dtype=config.model.weights_dtype,
+        save_tokenizer=policy.chat.save,
+        overwrite=True,
+    )
+    examples = runner.evaluate(NUM_REPORTED_TRAJECTORIES, temperature=1.0)
+    report = write_report(log, workdir, examples)
+    print("\n".join(["", *summary_lines(log), f"Report: {report}"]))
+    engine.close()
+    checkpoints.close()
+    log.close()
+
+
+def warm_up(config: Config, learner: Learner, demonstrations: WarmupDemonstrations, log: RunLog, save: Callable[[], None]) -> None:
+    """Supervised updates; the weights with the lowest loss on validation tasks are the ones that stay."""
+    warmup = config.warmup
+    validation = demonstration_batch(demonstrations.validation())
+    with progress_bar("warm-up", warmup.num_updates, "update", initial=learner.num_warmup_updates) as bar:
+        while learner.num_warmup_updates < warmup.num_updates:
+            watch = Stopwatch()
+            with watch.part("warmup_s"):
+                metrics = learner.supervised_update(demonstration_batch(demonstrations.batch(learner.num_warmup_updates)))
+                num_updates = learner.num_warmup_updates
+                if warmup.validation_interval and num_updates % warmup.validation_interval == 0:
+                    metrics["validation_loss"] = learner.supervised_eval(validation)
+                    learner.keep_if_best(metrics["validation_loss"])
+            if num_updates % WARMUP_CHECKPOINT_UPDATES == 0 and num_updates < warmup.num_updates:
+                with watch.part("checkpoint_s"):
+                    save()
+            log.write("warmup", num_updates, metrics | watch.seconds)
+            bar.advance(loss=metrics["loss"])
+
+
+def main(argv: list[str]) -> None:
+    check_installation(__file__)
+    if argv[1:]:
+        raise app.UsageError(f"unknown arguments {argv[1:]}; changes to the configuration are written --config.x.y=z")
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save at INFO
+    validate(_CONFIG.value)
+    with open_workdir(Path(str(_WORKDIR.value)), _CONFIG.value) as workdir:
+        train(_CONFIG.value, workdir)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
