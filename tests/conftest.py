@@ -1,10 +1,15 @@
 """Environment of all tests: JAX sees eight fake CPU devices, whatever the machine has.
 
 It must be set before the first import of jax, which is why it stands here and not in a fixture. An accelerator is used only where
-JAX_PLATFORMS says so from outside.
+JAX_PLATFORMS says so from outside. Generated examples have no deadline: how fast a busy machine is, is no law of ours.
 """
 
 import os
+
+from hypothesis import settings
+
+settings.register_profile("no_deadline", deadline=None)
+settings.load_profile("no_deadline")
 
 NUM_FAKE_DEVICES = 8
 

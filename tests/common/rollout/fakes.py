@@ -18,7 +18,7 @@ WORDS = ("go", "stay", "start", "more", "again", "finish")
 TASK = Task(task_id="counter/train/0", split=Split.TRAIN, spec="")
 
 # Written for these tests in the manner of Qwen3's: thoughts of earlier turns are left out, the last turn's are kept, and a
-# system turn is the first message's alone.
+# system turn is the first message's alone. The white space around its last block shows unless blocks are trimmed.
 CHATML_TEMPLATE = """\
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -36,7 +36,7 @@ CHATML_TEMPLATE = """\
         {{- '\\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
+  {% if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
@@ -117,8 +117,18 @@ class RaisingEnvironment(CountingEnvironment):
 
 
 class SlowEnvironment(CountingEnvironment):
+    """Never answers; sets `step_ended` when it is told to give up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_ended = asyncio.Event()
+
     async def step(self, action: str) -> StepOutcome:
-        await asyncio.Event().wait()
+        self.actions.append(action)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.step_ended.set()
         raise AssertionError
 
 

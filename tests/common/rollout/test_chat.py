@@ -143,6 +143,7 @@ def test_templates_whose_turns_cannot_be_concatenated_are_refused_with_the_reaso
 
 def test_white_space_before_the_end_token_is_not_part_of_the_next_prompt(tmp_path: Path) -> None:
     chat = ChatTokenizer.load(write_chatml_folder(tmp_path, template=SPACED))
+    assert chat.stop_token_ids == (AutoTokenizer.from_pretrained(tmp_path).eos_token_id,)
     assert chat.encode_observation("go", previous_turn_ended=False)[0] == chat.stop_token_ids[0]
 
 

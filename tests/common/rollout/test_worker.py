@@ -12,7 +12,7 @@ from common.errors import EngineClosedError, RequestRejectedError
 from common.rollout import worker
 from common.rollout.chat import ChatTokenizer
 from common.rollout.environment import Environment, StepOutcome
-from common.types import Completion, EpisodeEnd, FinishReason, Request, Task
+from common.types import Completion, EpisodeEnd, FinishReason, Request, Task, Trajectory
 from tests.common.rollout.fakes import (
     CountingEnvironment,
     FakeSuite,
@@ -121,6 +121,19 @@ def test_a_first_prompt_that_does_not_fit_fails_with_both_numbers() -> None:
     assert "max_context_tokens=6" in trajectory.error
 
 
+class PayingEnvironment(CountingEnvironment):
+    async def step(self, action: str) -> StepOutcome:
+        return StepOutcome(observation="more", reward=0.25 if action == "go" else -1.0, done=False)
+
+
+def test_rewards_add_up_over_turns() -> None:
+    chat = word_chat()
+    sampler = ScriptedSampler(turns_of(chat, "go", "stay", "go"))
+    trajectory = asyncio.run(episode(FakeSuite(PayingEnvironment, max_turns=3), sampler, chat))
+    assert [turn.reward for turn in trajectory.turns] == [0.25, -1.0, 0.25]
+    assert trajectory.reward == -0.5
+
+
 class WrongAnswerEnvironment(CountingEnvironment):
     async def step(self, action: str) -> StepOutcome:
         return "more"  # type: ignore[return-value]
@@ -210,10 +223,16 @@ def test_a_rejected_request_fails_its_episode_but_a_closed_engine_ends_the_run()
     assert [environment.num_closed for environment in suite.environments] == [1, 1]
 
 
-def test_an_environment_that_takes_too_long_ends_its_episode_and_is_closed() -> None:
+def test_an_environment_that_takes_too_long_ends_its_episode_and_is_cancelled_and_closed() -> None:
     chat = word_chat()
     suite = FakeSuite(SlowEnvironment)
-    trajectory = asyncio.run(episode(suite, ScriptedSampler(turns_of(chat, "go")), chat, turn_timeout_s=SHORT_TIMEOUT_S))
+
+    async def play() -> Trajectory:
+        trajectory = await episode(suite, ScriptedSampler(turns_of(chat, "go")), chat, turn_timeout_s=SHORT_TIMEOUT_S)
+        await asyncio.wait_for(suite.environments[0].step_ended.wait(), timeout=5)
+        return trajectory
+
+    trajectory = asyncio.run(play())
     assert (trajectory.end, trajectory.error, trajectory.reward) == (EpisodeEnd.TURN_TIMEOUT, None, 0.0)
     assert trajectory.loss_mask[-1]
     assert [turn.action for turn in trajectory.turns] == ["go"]
@@ -261,17 +280,18 @@ def test_an_environment_that_does_not_close_costs_no_trajectory(
     assert text in caplog.text
 
 
-def test_a_cancelled_episode_closes_its_environment() -> None:
+def test_a_cancelled_episode_ends_its_step_and_closes_its_environment() -> None:
     chat = word_chat()
     suite = FakeSuite(SlowEnvironment)
 
     async def play_and_cancel() -> None:
         playing = asyncio.ensure_future(episode(suite, ScriptedSampler(turns_of(chat, "go")), chat))
-        while not suite.environments:
+        while not (suite.environments and suite.environments[0].actions):
             await asyncio.sleep(0)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
+        await asyncio.wait_for(suite.environments[0].step_ended.wait(), timeout=5)
 
     asyncio.run(play_and_cancel())
     assert suite.environments[0].num_closed == 1
