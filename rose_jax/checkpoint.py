@@ -249,7 +249,7 @@ class Checkpoints:
         num_sealed, is_found, step = self._from_primary(len(sealed), int(newest_whole is not None), newest_whole or 0)
         if num_sealed and not is_found:
             raise CheckpointError(
-                f"none of the {num_sealed} checkpoints in {self._directory} is whole (warnings above name what is wrong with each); "
+                f"none of the {num_sealed} checkpoints in {self._directory} is whole (warnings above say what is wrong); "
                 "bring one back from a copy, or start anew in another --workdir"
             )
         return step if is_found else None

@@ -46,7 +46,9 @@ BEST_PARAMS, REFERENCE_PARAMS = "best_params", "reference_params"
 def _place(value: Any, sharding: Sharding) -> jax.Array:
     """Put a host array, which every process holds whole, onto the mesh; each process keeps its own part."""
     array = np.asarray(value)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    places = sharding.addressable_devices_indices_map(array.shape)
+    shards = [jax.device_put(array[index], device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def _mean_metrics(per_update: Sequence[LossMetrics]) -> dict[str, float]:
