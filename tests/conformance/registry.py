@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,3 +148,64 @@ def fake_two_rank() -> EngineCase:
         return TwoRankFakeEngine(leader, follower)
 
     return _fake_case(make)
+
+
+TINY_QWEN3 = {
+    "vocab_size": MIN_VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "tie_word_embeddings": True,
+}
+TINY_QWEN3_EMBEDDING_STD = 0.35
+"""Logits then have a spread of about 2."""
+
+
+@functools.cache  # drawing weights compiles a program each time
+def _tiny_qwen3_weights(seed: int, **changes: int) -> Any:
+    """float32 parameters of a tiny Qwen3 as an nnx.State."""
+    from flax import nnx
+
+    from rose_jax.models.qwen3 import create_model
+    from rose_jax.models.qwen3_config import Qwen3Config
+
+    config = Qwen3Config(**{**TINY_QWEN3, **changes})
+    return nnx.state(create_model(config, seed=seed, embedding_init_std=TINY_QWEN3_EMBEDDING_STD))
+
+
+@register("jax-dense")
+def jax_dense() -> EngineCase:
+    pytest.importorskip("jax")
+    from rose_jax.engine import JaxEngine
+    from rose_jax.models.qwen3_config import Qwen3Config
+
+    return EngineCase(
+        make=lambda: JaxEngine(
+            Qwen3Config(**TINY_QWEN3),
+            _tiny_qwen3_weights(0),
+            max_slots=MAX_SLOTS,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            version=0,
+        ),
+        weights=_tiny_qwen3_weights,
+        wrong_weights=lambda: {
+            "a wrong shape": _tiny_qwen3_weights(1, intermediate_size=48),
+            "a layer too few": _tiny_qwen3_weights(1, num_layers=1),
+        },
+        logprob_atol=1e-5,
+        lacks={
+            Feature.CHUNKED_PREFILL: "prompts are computed whole",
+            Feature.PREFILL_WITH_DECODE: "a step either prefills or decodes",
+            Feature.PRIORITY_PREEMPTION: "priorities order the queue only",
+            Feature.KEEP_CACHE: "a preempted request gives up its slot and cache",
+            Feature.TRUNCATED_SAMPLING: "draws from the whole distribution",
+            Feature.TOP_LOGPROBS: "reports the sampled token's only",
+            Feature.STOP_STRINGS: "knows token ids only",
+            Feature.REQUEST_CHECKS: "checks the prompt only",
+        },
+        reuse=True,
+        num_random_schedules=10,
+    )
