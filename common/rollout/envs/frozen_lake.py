@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import gymnasium
 import numpy as np
@@ -24,6 +25,8 @@ from common.types import Split, Task
 
 ACTIONS = ("left", "down", "right", "up")  # in gymnasium's order: the index is its action
 NEIGHBOURS = (("up", -1, 0), ("down", 1, 0), ("left", 0, -1), ("right", 0, 1))
+NEIGHBOUR_PAIRS = (("up", "down"), ("left", "right"))
+WALL = "wall"
 INVALID = "invalid"
 RULES = (
     "You walk on a frozen lake . The grid is shown once , row by row : S start , F frozen , H hole , G goal . Each turn you see "
@@ -39,6 +42,15 @@ EXPERT_DISCOUNT = 0.95  # below 1, so that of two sure ways the shorter is worth
 EXPERT_TOLERANCE = 1e-9
 
 Layout = tuple[str, ...]
+
+
+def _position_word(row: int, col: int) -> str:
+    return f"r{row}c{col}"
+
+
+def _pair_word(pair: tuple[str, str], neighbours: Mapping[str, str]) -> str:
+    """Two opposite neighbours in one word: each token of a turn costs compute, and two words a turn say what four would."""
+    return ",".join(f"{direction}={neighbours[direction]}" for direction in pair)
 
 
 def split_of(layout: Layout) -> Split:
@@ -203,8 +215,10 @@ class FrozenLakeSuite:
     def vocabulary(self) -> Sequence[str]:
         largest = self._sizes[-1]
         words = [*"SFHG/", *ACTIONS, INVALID]
-        words += [f"{axis}{idx}" for axis in "rc" for idx in range(largest)]
-        words += [f"{direction}={cell}" for direction, _, _ in NEIGHBOURS for cell in ("wall", *"SFHG")]
+        words += [_position_word(row, col) for row in range(largest) for col in range(largest)]
+        kinds = (WALL, *"SFHG")
+        for pair in NEIGHBOUR_PAIRS:
+            words += [_pair_word(pair, dict(zip(pair, cells, strict=True))) for cells in itertools.product(kinds, repeat=2)]
         words += [] if self._rules is None else self._rules.split()
         return tuple(dict.fromkeys(words))
 
@@ -271,11 +285,11 @@ class FrozenLakeEnvironment:
         """Position and neighbours, as the agent sees them each turn."""
         size = len(self._layout)
         row, col = divmod(self._state, size)
-        words = [f"r{row}", f"c{col}"]
+        neighbours = {}
         for direction, row_step, col_step in NEIGHBOURS:
             r, c = row + row_step, col + col_step
-            words.append(f"{direction}={self._layout[r][c] if 0 <= r < size and 0 <= c < size else 'wall'}")
-        return " ".join(words)
+            neighbours[direction] = self._layout[r][c] if 0 <= r < size and 0 <= c < size else WALL
+        return " ".join([_position_word(row, col), *(_pair_word(pair, neighbours) for pair in NEIGHBOUR_PAIRS)])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -137,8 +137,8 @@ def test_the_shares_of_the_splits_add_up() -> None:
 def test_the_grid_is_shown_once_and_then_position_and_neighbours() -> None:
     seen = play(task_of(OPEN_LAKE), ["right", "down"])
     assert [observation for observation, *_ in seen[:2]] == [
-        "S F F F / F H F H / F F F H / H F F G r0 c0 up=wall down=F left=wall right=F",
-        "r0 c1 up=wall down=H left=S right=F",
+        "S F F F / F H F H / F F F H / H F F G r0c0 up=wall,down=F left=wall,right=F",
+        "r0c1 up=wall,down=H left=S,right=F",
     ]
     assert seen[2][1:] == (0.0, True, False), "a hole ends the episode without reward"
 
@@ -153,8 +153,8 @@ def test_the_goal_pays_one_and_ends_the_episode() -> None:
 @pytest.mark.parametrize("action", ["", "north", "up down", "UP", "right right", "0"])
 def test_an_invalid_action_says_so_and_changes_nothing(action: str) -> None:
     seen = play(task_of(OPEN_LAKE), [action, "right"])
-    assert seen[1] == ("invalid r0 c0 up=wall down=F left=wall right=F", 0.0, False, False)
-    assert seen[2][0].startswith("r0 c1 ")
+    assert seen[1] == ("invalid r0c0 up=wall,down=F left=wall,right=F", 0.0, False, False)
+    assert seen[2][0].startswith("r0c1 ")
 
 
 def test_slips_are_the_same_each_time_a_task_is_played_and_differ_between_tasks() -> None:
@@ -183,8 +183,8 @@ def test_a_first_prompt_and_a_turn_cost_as_few_tokens_as_the_docs_say() -> None:
     suite = FrozenLakeSuite()
     chat = ChatTokenizer.from_vocabulary(suite.vocabulary())
     first, later = (observation for observation, *_ in play(suite.task(Split.TRAIN, 0), ["nonsense"]))
-    assert len(chat.encode_prompt(None, first)) == 4 * 4 + 3 + 6 + 2
-    assert len(chat.encode_observation(later, previous_turn_ended=True)) == 1 + 6 + 2
+    assert len(chat.encode_prompt(None, first)) == 4 * 4 + 3 + 3 + 2
+    assert len(chat.encode_observation(later, previous_turn_ended=True)) == 1 + 3 + 2
 
 
 def shortest_length(layout: tuple[str, ...]) -> int:
