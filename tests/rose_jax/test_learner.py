@@ -9,19 +9,15 @@ import pytest
 
 from common.config import MeshConfig
 from rose_jax.advantages import ScoredTrajectory, score_groups
-from rose_jax.batching import Batch, demonstration_batch, rl_batch
+from rose_jax.batching import Batch
 from rose_jax.learner import Learner
 from rose_jax.mesh import make_mesh
 from rose_jax.update import Phase, lower_update, model_logprobs
-from tests.rose_jax.training_data import MODEL_CONFIG, groups, new_learner, small_config, trajectory
-
-
-def _batch(seed: int = 0) -> Batch:
-    return rl_batch(score_groups(groups(seed=seed), normalize_std=True))
+from tests.rose_jax.training_data import MODEL_CONFIG, groups, new_learner, scored_batch, small_config, trajectory
 
 
 def _demonstrations() -> Batch:
-    return demonstration_batch([trajectory(20 + 3 * idx, seed=idx) for idx in range(8)])
+    return demonstrationscored_batch([trajectory(20 + 3 * idx, seed=idx) for idx in range(8)])
 
 
 def _host(tree: object) -> object:
@@ -53,7 +49,7 @@ def _assert_same_training(left: tuple[list[dict[str, float]], object], right: tu
 
 def _train(learner: Learner) -> tuple[list[dict[str, float]], object]:
     """Two learner steps; returns their metrics and the weights."""
-    metrics = [learner.update(_batch(seed)) for seed in range(2)]
+    metrics = [learner.update(scored_batch(seed)) for seed in range(2)]
     return metrics, _host(learner.params)
 
 
@@ -100,16 +96,16 @@ def test_same_inputs_give_equal_bits(learner: Learner, initial: tuple) -> None:
 
 
 def test_a_step_moves_nothing_between_host_and_device_unasked(learner: Learner) -> None:
-    learner.update(_batch())
+    learner.update(scored_batch())
     with jax.transfer_guard("disallow"):
-        learner.update(_batch(1))
+        learner.update(scored_batch(1))
 
 
 def test_published_weights_outlive_later_updates(learner: Learner) -> None:
     published = learner.published_params()
     before = _host(published)
     _assert_equal(before, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), _host(learner.params)))
-    learner.update(_batch())
+    learner.update(scored_batch())
     _assert_equal(published, before)
     assert any((now != then).any() for _, now, then in _pairs(learner.published_params(), before))
 
@@ -136,13 +132,13 @@ def _on_policy(learner: Learner, batch: Batch) -> Batch:
 
 
 def test_the_policy_that_trains_is_the_one_that_is_published(learner: Learner) -> None:
-    metrics = learner.update(_on_policy(learner, _batch()))
+    metrics = learner.update(_on_policy(learner, scored_batch()))
     assert metrics["sampler_gap_max"] < 2e-6
     assert metrics["behavior_gap_max"] > 1e-3  # the second minibatch meets a policy that has moved
 
 
 def test_updates_raise_what_did_better_than_its_siblings(learner: Learner) -> None:
-    batch = _on_policy(learner, _batch())
+    batch = _on_policy(learner, scored_batch())
     before = np.asarray(batch.behavior_logprobs)
     for _ in range(3):
         learner.update(batch)
@@ -153,21 +149,21 @@ def test_updates_raise_what_did_better_than_its_siblings(learner: Learner) -> No
 
 def test_the_reference_policy_stays_where_it_was(learner: Learner) -> None:
     reference = _host(learner.arrays()["reference_params"])
-    first, second = learner.update(_batch()), learner.update(_batch(1))
+    first, second = learner.update(scored_batch()), learner.update(scored_batch(1))
     assert 0 <= first["reference_kl"] < second["reference_kl"]
     _assert_equal(learner.arrays()["reference_params"], reference)
 
 
 def test_rows_that_are_missing_keep_the_shape(learner: Learner) -> None:
-    learner.update(_batch())
+    learner.update(scored_batch())
     compiled = learner._updates[Phase.RL]._cache_size()
-    fewer = rl_batch(score_groups(groups()[:3], normalize_std=True))
+    fewer = rlscored_batch(score_groups(groups()[:3], normalize_std=True))
     assert all(np.isfinite(value) for value in learner.update(fewer).values())
     assert learner._updates[Phase.RL]._cache_size() == compiled
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_the_numbers(learner: Learner) -> None:
-    broken = rl_batch([ScoredTrajectory(trajectory=trajectory(30, seed=seed), advantage=float("inf")) for seed in range(4)])
+    broken = rlscored_batch([ScoredTrajectory(trajectory=trajectory(30, seed=seed), advantage=float("inf")) for seed in range(4)])
     with pytest.raises(FloatingPointError, match=r"version 1: loss=.* grad_norm=.*optim.max_grad_norm"):
         learner.update(broken)
 
@@ -186,7 +182,7 @@ def test_warm_up_learns_and_gives_way_to_its_best_weights() -> None:
     learner.supervised_update(batch)
     assert not learner.keep_if_best(100.0)
     with pytest.raises(AssertionError, match="start_reinforcement"):
-        learner.update(_batch())
+        learner.update(scored_batch())
     learner.start_reinforcement()
     _assert_equal(learner.params, best)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(learner.arrays()["opt_state"]))

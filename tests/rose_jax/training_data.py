@@ -5,6 +5,8 @@ from flax import nnx
 
 from common.config import Config, MeshConfig
 from common.types import EpisodeEnd, Group, Split, Task, Trajectory
+from rose_jax.advantages import score_groups
+from rose_jax.batching import Batch, rl_batch
 from rose_jax.learner import Learner
 from rose_jax.mesh import make_mesh
 from rose_jax.models.qwen3 import create_model
@@ -85,3 +87,8 @@ def groups(num_groups: int = 4, group_size: int = 4, seed: int = 0) -> list[Grou
         )
         for group_id in range(num_groups)
     ]
+
+
+def scored_batch(seed: int = 0) -> Batch:
+    """The batch of `groups(seed=seed)`."""
+    return rl_batch(score_groups(groups(seed=seed), normalize_std=True))
