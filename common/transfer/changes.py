@@ -132,3 +132,20 @@ def _compare(old: np.ndarray, new: np.ndarray) -> Iterator[tuple[int, np.ndarray
     for start in range(0, len(old), rows):
         a, b = old[start : start + rows], new[start : start + rows]
         yield start * inner, np.not_equal(a, b, out=buffer[: len(a)]).reshape(-1)
+
+
+def run_positions(tensor: TensorLayout, run_idx: int, local: UInt32[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
+    """Positions in the tensor of sorted positions within a run."""
+    boxes = tensor.run(run_idx)
+    if len(boxes) == 1:
+        return strided(tensor.shape, boxes[0]).to_flat(local)
+    ends = np.cumsum([box.num_elements for box in boxes])
+    cuts = np.searchsorted(local, ends)
+    starts = ends - [box.num_elements for box in boxes]
+    pieces = np.split(local, cuts[:-1])
+    return np.concatenate(
+        [
+            strided(tensor.shape, box).to_flat(piece - np.uint32(start))
+            for box, piece, start in zip(boxes, pieces, starts, strict=True)
+        ]
+    )

@@ -1,7 +1,10 @@
 """Laws of the run codec: exact for every bit pattern, within the entropy bound, and safe against any bytes."""
 
+import functools
+
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from common.transfer import changes, delta
 from common.transfer.bits import BITS_DTYPES, DTYPES, flat_bits, from_bits
 from common.transfer.errors import MalformedUpdateError, TruncatedError
 from common.transfer.shards import build_layout
+from common.transfer.streams import StreamWriter, inflate
 
 
 def through_the_codec(old: np.ndarray, new: np.ndarray, *, min_run_bytes: int = 1 << 20, name: str = "w") -> np.ndarray:
@@ -126,6 +130,7 @@ def test_whole_runs_arrive(dtype: str, compress: bool) -> None:
         assert len(payload) < 0.9 * bits.nbytes
 
 
+@functools.cache
 def sample_payloads() -> list[bytes]:
     rng = np.random.default_rng(4)
     old = rng.integers(0, 1 << 16, 4000, dtype=np.uint16)
@@ -167,10 +172,8 @@ def test_flipped_bytes_end_in_an_error_or_in_bounds(which: int, flips: list[tupl
 
 
 def test_a_bomb_is_refused_before_it_is_inflated() -> None:
-    import zstandard
-
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 26))
-    writer = delta.StreamWriter()
+    writer = StreamWriter()
     for value in (delta.Coding.WHOLE, 1, 4000 << 1 | 1, len(bomb)):
         writer.number(int(value))
     writer.bodies.append(bomb)
@@ -179,10 +182,6 @@ def test_a_bomb_is_refused_before_it_is_inflated() -> None:
 
 
 def test_an_unknown_frame_size_is_refused() -> None:
-    import zstandard
-
-    from common.transfer.streams import inflate
-
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100))
     with pytest.raises(MalformedUpdateError, match="announces"):
         inflate(frame, max_bytes=1000)

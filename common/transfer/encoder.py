@@ -1,0 +1,94 @@
+"""Chooses how each run travels: by size, or by predicted time where the rate of the link is known.
+
+Encode, wire and decode overlap from bucket to bucket, so the time of a run is that of the slowest of the three. On a fast link the
+wire is never the slowest, and above some density plain values win although they are many times larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Shaped
+
+from common.transfer import delta, fingerprint
+from common.transfer.changes import Changes, estimate_density, find_changes, gather_run
+from common.transfer.shards import TensorLayout
+
+# Seconds on one core (numpy 2.4, AVX-512 server): they steer a choice, so a factor of two does not matter.
+COMPARE_S_PER_BYTE = 0.3e-9
+CHANGE_S = 30e-9
+"""Per changed element, on either side: encode or decode, fingerprint, gather or scatter."""
+PLAIN_S_PER_BYTE = 0.6e-9
+"""Fingerprint, checksum and copies of plain values, on either side."""
+COMPRESS_S_PER_BYTE = 3e-9
+COMPRESSED_SHARE = 0.75
+"""Byte planes of trained bfloat16 weights, by zstd."""
+TRY_WHOLE_SHARE = 0.6
+"""Encoded changes larger than this share of the dense size are compared with the compressed values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedRun:
+    """One run ready for its bucket. `changes` is None where all values travel; `num_changed` then counts every element."""
+
+    parts: delta.Parts
+    fingerprint: int
+    num_changed: int
+    changes: Changes | None
+
+
+def encode_run(
+    tensor: TensorLayout,
+    run_idx: int,
+    old: Shaped[np.ndarray, "N"],
+    new: Shaped[np.ndarray, "N"],
+    old_fingerprint: int,
+    link_gbit_s: float | None,
+) -> EncodedRun | None:
+    """What changed in a run between two versions of its tensor, or None if nothing did. Parts may share the memory of `new`."""
+    num_elements = sum(box.num_elements for box in tensor.run(run_idx))
+    if link_gbit_s is not None and _plain_is_faster(estimate_density(tensor, run_idx, old, new), old.itemsize, link_gbit_s):
+        return encode_whole_run(tensor, run_idx, new, None, link_gbit_s)
+    changes = find_changes(tensor, run_idx, old, new)
+    num_changed = len(changes.local)
+    if num_changed == 0:
+        return None
+    change = fingerprint.of_change(changes.flat, changes.old, changes.new, tensor.row_elements)
+    print_ = fingerprint.add(old_fingerprint, change)
+    parts = delta.encode_changes(changes.local, changes.old, changes.new, num_elements)
+    size, dense_bytes = sum(map(len, parts)), num_elements * old.itemsize
+    if size > TRY_WHOLE_SHARE * dense_bytes:
+        whole = encode_whole_run(tensor, run_idx, new, print_, None)
+        if sum(map(len, whole.parts)) < size:
+            return dataclasses.replace(whole, num_changed=num_changed)
+    return EncodedRun(parts, print_, num_changed, changes)
+
+
+def encode_whole_run(
+    tensor: TensorLayout, run_idx: int, bits: Shaped[np.ndarray, "N"], known_fingerprint: int | None, link_gbit_s: float | None
+) -> EncodedRun:
+    """All values of a run, compressed where the link is slow enough to want it. Parts may share the memory of `bits`."""
+    values = gather_run(tensor, run_idx, bits)
+    if known_fingerprint is None:
+        known_fingerprint = fingerprint_run(tensor, run_idx, values)
+    compress = link_gbit_s is None or (1 - COMPRESSED_SHARE) * 8e-9 / link_gbit_s > COMPRESS_S_PER_BYTE
+    parts = delta.encode_whole(values, compress=compress)
+    return EncodedRun(parts, known_fingerprint, values.size, None)
+
+
+def fingerprint_run(tensor: TensorLayout, run_idx: int, values: Shaped[np.ndarray, "n"]) -> int:
+    """The fingerprint of a whole run, given its elements in the run's order."""
+    total, done = 0, 0
+    for box in tensor.run(run_idx):
+        total = fingerprint.add(total, fingerprint.of_box(tensor, box, values[done : done + box.num_elements]))
+        done += box.num_elements
+    return total
+
+
+def _plain_is_faster(density: float, item_bytes: int, link_gbit_s: float) -> bool:
+    """Seconds per dense byte of the slowest stage, for plain values and for changes."""
+    wire_s = 8e-9 / link_gbit_s
+    entropy_share = min(1.0, density * (12 - 6 * density) / (8 * item_bytes))  # close enough from 0.1 % to 100 %
+    changes_s = COMPARE_S_PER_BYTE + density * CHANGE_S / item_bytes
+    return max(PLAIN_S_PER_BYTE, wire_s) < max(changes_s, wire_s * entropy_share)

@@ -1,0 +1,203 @@
+"""Subscriber: a replica's end. Finds the cheapest way to the newest version, stages it beside the live weights, commits it.
+
+Staging reads live weights but never writes them; the target writes them in `commit`, between two steps. Both can be repeated.
+Whatever goes wrong while staging leaves weights and version as they were, and the next call starts afresh; if it casts doubt on
+the weights held (a fingerprint that does not fit), it starts from an anchor.
+
+What it refuses: an update for another base, tensors that have no counterpart, anything that does not add up. It holds, besides the
+staged values, at most three buckets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from common.transfer.errors import (
+    FarSideError,
+    FingerprintMismatchError,
+    LayoutMismatchError,
+    MalformedUpdateError,
+    TransferError,
+    TransferTimeoutError,
+    VersionGoneError,
+    WrongBaseError,
+)
+from common.transfer.fetch import BucketFetcher, leases
+from common.transfer.manifest import LAYOUT_NAME, MAX_LAYOUT_BYTES, UpdateHead, UpdateKey
+from common.transfer.paths import Held, newest_path
+from common.transfer.paths import Path as UpdatePath
+from common.transfer.receive import Receiver, match_names
+from common.transfer.shards import WeightLayout, parse_layout
+from common.transfer.staging import StagedUpdate, WholeRuns
+from common.transfer.store.protocol import CatalogEntry, Store, UpdateState
+from common.transfer.target import WeightTarget
+
+log = logging.getLogger(__name__)
+
+MAX_PLANS = 3
+"""Times that staging looks for another way after an update was pruned before it could be leased."""
+
+
+class Subscriber:
+    """See the module. `stage` may run in a thread of its own while the replica serves; calls must not overlap."""
+
+    def __init__(
+        self,
+        store: Store,
+        target: WeightTarget,
+        *,
+        receiver_id: str,
+        key: bytes | None = None,
+        timeout_s: float = 60.0,
+        skip_sources: Collection[str] = (),
+        expected_missing: Collection[str] = (),
+        spool_dir: Path | None = None,
+        num_connections: int = 2,
+    ) -> None:
+        """
+        Args:
+            receiver_id: names this replica's leases and confirmations.
+            key: the publisher's; manifests must then be signed with it.
+            timeout_s: how long nothing may arrive before staging gives up.
+            skip_sources: published tensors that this replica does not have, on purpose.
+            expected_missing: parameters of this replica that nobody publishes, on purpose.
+            spool_dir: where values of whole tensors wait for their commit; None: in memory.
+        """
+        self._store, self._target, self._id, self._key = store, target, receiver_id, key
+        self._timeout_s, self._spool_dir = timeout_s, spool_dir
+        self._skip_sources, self._expected_missing = frozenset(skip_sources), frozenset(expected_missing)
+        self._fetcher = BucketFetcher(store, num_connections=num_connections, timeout_s=timeout_s, name=receiver_id)
+        self._held: Held | None = None
+        self._in_doubt = False
+        self._fingerprints: dict[int, int] = {}
+        self._layout: WeightLayout | None = None
+        self._names: list[str | None] = []
+        self._staged: StagedUpdate | None = None
+        self._stalled: dict[UpdateKey, int] = {}
+        self._unconfirmed: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version committed last; None before the first."""
+        return None if self._held is None else self._held.version
+
+    def poll(self, timeout_s: float = 0.0) -> int | None:
+        """The newest version that can be staged, as soon as there is one; None if there is none within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        if self._unconfirmed is not None:
+            self._confirm(self._unconfirmed)
+        catalog = self._store.catalog()
+        while True:
+            path = self._path(catalog.entries, None)
+            if path is not None and path.updates:
+                return path.updates[-1].head.version
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            catalog = self._store.catalog(after=catalog.tag, timeout_s=left_s)
+
+    def stage(self, version: int | None = None) -> StagedUpdate | None:
+        """Fetch, decode and verify the newest version (or `version`). None if it is held already. Staging it again costs nothing.
+
+        Raises:
+            TransferError: see errors.py. Weights and version are as before, and another call starts afresh.
+        """
+        for attempt in range(1, MAX_PLANS + 1):
+            path = self._path(self._store.catalog().entries, version)
+            if path is None:
+                wanted = "any version" if version is None else f"version {version}"
+                raise VersionGoneError(f"no update leads from {self._held} to {wanted}; wait for the next anchor")
+            if not path.updates:
+                return None
+            goal = path.updates[-1].head
+            if self._staged is not None and (self._staged.lineage, self._staged.version) == (goal.lineage, goal.version):
+                return self._staged
+            self._staged = None
+            try:
+                self._staged = self._stage(path.updates)
+                return self._staged
+            except VersionGoneError as e:
+                if attempt == MAX_PLANS:
+                    raise
+                log.warning("looking for another way to version %d: %s", goal.version, e)
+        raise AssertionError("unreachable")
+
+    def commit(self, staged: StagedUpdate) -> None:
+        """Write a staged update into the live weights; call it between two steps. Committing the version held changes nothing.
+
+        Raises:
+            WrongBaseError: the live weights are not what the update was staged for. Nothing was written.
+        """
+        held = Held(staged.lineage, staged.version)
+        if self._held == held and not self._in_doubt:
+            return
+        if staged.base_version is not None and (self._in_doubt or self._held != Held(staged.lineage, staged.base_version)):
+            raise WrongBaseError(
+                f"version {staged.version} was staged over {staged.base_version}, not over {self._held}; stage again"
+            )
+        self._target.apply(staged)
+        self._held, self._in_doubt = held, False
+        if staged.base_version is None:
+            self._fingerprints = {}
+        self._fingerprints.update(staged.fingerprints)
+        self._staged = None
+        self._confirm(staged.version)
+
+    def close(self) -> None:
+        """Stop the threads. The weights stay as they are."""
+        self._fetcher.close()
+
+    def _path(self, entries: tuple[CatalogEntry, ...], version: int | None) -> UpdatePath | None:
+        """The way from what is held (nothing, if that is in doubt), avoiding updates that stalled and have not moved since."""
+        moving = [e for e in entries if e.state is not UpdateState.OPEN or self._stalled.get(e.head.key) != e.wire_bytes]
+        return newest_path(moving, None if self._in_doubt else self._held, version=version)
+
+    def _stage(self, updates: tuple[CatalogEntry, ...]) -> StagedUpdate:
+        heads = [entry.head for entry in updates]
+        try:
+            with leases(self._store, [head.key for head in heads], self._id):
+                layout = self._layout_of(heads[0])
+                receiver = Receiver(
+                    store=self._store,
+                    fetcher=self._fetcher,
+                    target=self._target,
+                    names=self._names,
+                    held={} if heads[0].base_version is None else self._fingerprints,
+                    staged=StagedUpdate(layout, heads[-1].lineage, heads[0].base_version, heads[-1].version),
+                    whole_runs=WholeRuns(self._spool_dir),
+                    key=self._key,
+                    timeout_s=self._timeout_s,
+                )
+                return receiver.receive(heads)
+        except (FingerprintMismatchError, WrongBaseError):
+            self._in_doubt = True
+            raise
+        except (TransferTimeoutError, FarSideError):
+            after = self._store.catalog().entries
+            self._stalled = {e.head.key: e.wire_bytes for e in after if e.state is UpdateState.OPEN}
+            raise
+
+    def _layout_of(self, head: UpdateHead) -> WeightLayout:
+        """The layout of an update, matched with our own parameters when it is new."""
+        if self._layout is not None and self._layout.digest == head.layout_digest:
+            return self._layout
+        if head.base_version is not None:
+            raise LayoutMismatchError(f"{head.key.path} has a layout that no anchor announced here")
+        layout = parse_layout(bytes(self._store.read(head.key, LAYOUT_NAME, length=MAX_LAYOUT_BYTES, timeout_s=self._timeout_s)))
+        if layout.digest != head.layout_digest:
+            raise MalformedUpdateError(f"{head.key.path}: the layout object has digest {layout.digest}, not {head.layout_digest}")
+        self._names = match_names(layout, self._target.specs(), self._skip_sources, self._expected_missing)
+        self._layout = layout
+        return layout
+
+    def _confirm(self, version: int) -> None:
+        """Tell the publisher. If it cannot be reached the next poll tries again; until then it keeps our old base alive."""
+        self._unconfirmed = version
+        try:
+            self._store.confirm(self._id, version)
+            self._unconfirmed = None
+        except TransferError as e:
+            log.warning("version %d is committed, but the store does not know yet: %s", version, e)

@@ -1,0 +1,85 @@
+"""WeightTarget: what a subscriber needs of whoever holds live weights, and one that holds numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Shaped, UInt64
+
+from common.transfer.bits import flat_bits
+from common.transfer.changes import gather_run, scatter_run
+from common.transfer.staging import StagedRun, StagedUpdate
+
+
+class WeightTarget(Protocol):
+    """Live weights by checkpoint name. Its own layout (fused, transposed, sharded parameters) is its own affair."""
+
+    def specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype name of every parameter, under each checkpoint name it is used by; no buffers or scratch tensors."""
+        ...
+
+    def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
+        """Bit patterns of the live values at flat positions, in memory of the caller's own. Called from any thread while serving;
+        only between commits."""
+        ...
+
+    def apply(self, update: StagedUpdate) -> None:
+        """Write the values of an update, those of tied tensors to every use. Called between two steps; again changes nothing.
+
+        If it raises, the weights are as they were before.
+        """
+        ...
+
+
+class NumpyTarget:
+    """A WeightTarget over C-contiguous arrays, written in place: whoever else holds them sees the new values."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Names that share one array (tied tensors) may be given both, or only one of them."""
+        self._specs = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+        self._bits = {name: flat_bits(array) for name, array in arrays.items()}
+
+    def specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
+        return self._specs
+
+    def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
+        return self._bits[name].take(positions.view(np.int64))
+
+    def apply(self, update: StagedUpdate) -> None:
+        """The displaced values are kept until the end, so that an error in between can be undone: as much memory as the update."""
+        undo: list[tuple[StagedRun, np.ndarray, np.ndarray]] = []
+        try:
+            for tensor, runs in update.by_tensor():
+                storages = {id(bits): bits for name in (tensor.name, *tensor.tied) if (bits := self._storage(name)) is not None}
+                for run in runs:
+                    for bits in storages.values():
+                        undo.append((run, bits, self._displaced(run, bits)))
+                        self._write(run, bits, run.bits)
+        except BaseException:
+            for run, bits, displaced in reversed(undo):
+                self._write(run, bits, displaced)
+            raise
+
+    def _storage(self, name: str) -> np.ndarray | None:
+        bits = self._bits.get(name)
+        if bits is None:
+            return None
+        address = bits.__array_interface__["data"][0]
+        return next(
+            other for other in self._bits.values() if other.__array_interface__["data"][0] == address and other.size == bits.size
+        )
+
+    @staticmethod
+    def _displaced(run: StagedRun, bits: np.ndarray) -> np.ndarray:
+        if run.local is None:
+            return gather_run(run.tensor, run.run_idx, bits).copy()
+        return bits.take(run.positions().view(np.int64))
+
+    @staticmethod
+    def _write(run: StagedRun, bits: np.ndarray, values: np.ndarray) -> None:
+        if run.local is None:
+            scatter_run(run.tensor, run.run_idx, values, bits)
+        else:
+            bits[run.positions().view(np.int64)] = values
