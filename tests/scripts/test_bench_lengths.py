@@ -31,5 +31,5 @@ def test_random_actions_make_the_tail_longer() -> None:
 
 
 def test_an_unknown_configuration_is_named() -> None:
-    with pytest.raises(app.UsageError, match="no configs/nosuch.py"):
+    with pytest.raises(app.UsageError, match=r"no configs/nosuch\.py"):
         bench_lengths.named_config("nosuch")
