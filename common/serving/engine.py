@@ -12,9 +12,23 @@ StepResult of some `collect` or `drain`, whatever happens in between.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Protocol, TypeVar
 
 from common.types import Completion, Request
+
+
+class StaleCache(enum.StrEnum):
+    """What a commit of new weights does to keys and values of older weights. An engine honours it, or refuses it at start.
+
+    KEEP: everything stays in use; later tokens look at a mixture of versions. DROP: all of it is given up, that of running
+    requests too, which is then computed again. TAG: running requests go on with what they have; no other request is ever given
+    cached state of another version.
+    """
+
+    KEEP = "keep"
+    DROP = "drop"
+    TAG = "tag"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,13 +110,17 @@ class EngineInfo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What an engine holds at this moment; token counts are of the key-value cache."""
+    """What an engine holds at this moment; token counts are of the key-value cache.
+
+    `reclaimable_cache_tokens` are those that no request needs: prefixes kept for reuse, outside `used_cache_tokens`.
+    """
 
     running_requests: int
     waiting_requests: int
     used_cache_tokens: int
     capacity_cache_tokens: int
     weight_version: int
+    reclaimable_cache_tokens: int = 0
 
 
 WeightsT = TypeVar("WeightsT", contravariant=True)
