@@ -1,9 +1,9 @@
 """FakeEngine: a whole StepEngine without an accelerator, for tests and simulations of everything that drives one.
 
 Continuous batching over slots, prefill in chunks under StepLimits, priorities that displace, preemption with or without the
-cache, a bounded cache, aborts and weight versions are real; the model is a small numpy table (fake_model.py) and time is a
-formula (StepTiming) that moves a FakeClock. It has no thread and never sleeps. Stricter than the contract asks: an assertion
-fails when it is planned, preempted or committed with a step in flight, so that a driver which relies on luck is found here.
+cache, a bounded cache, reuse of prefixes, aborts and weight versions are real; the model is a small numpy table (fake_model.py)
+and time is a formula (StepTiming) that moves a FakeClock. It has no thread and never sleeps. Stricter than the contract asks: an
+assertion fails when it is planned, preempted or committed with a step in flight, so that a driver which relies on luck is found.
 Invariant: the state after `submit(plan)` follows from the calls before it and the plan alone, never from a clock.
 """
 
@@ -13,21 +13,22 @@ import dataclasses
 import hashlib
 import json
 
-import numpy as np
-
 from common.clock import FakeClock
 from common.errors import EngineClosedError, RequestRejectedError
-from common.serving.engine import DecodeEntry, EngineInfo, EngineLoad, PrefillChunk, SampledToken, StepLimits, StepPlan, StepResult
-from common.serving.fake_model import (
-    EMPTY_CONTEXT,
-    FakeWeights,
-    check_weights,
-    draw_token,
-    extend_context,
-    next_token_logits,
-    token_text,
-    uniform_draw,
+from common.serving.engine import (
+    DecodeEntry,
+    EngineInfo,
+    EngineLoad,
+    PrefillChunk,
+    SampledToken,
+    StaleCache,
+    StepLimits,
+    StepPlan,
+    StepResult,
 )
+from common.serving.fake_model import EMPTY_CONTEXT, FakeWeights, check_weights, extend_context
+from common.serving.fake_prefix import PrefixStore
+from common.serving.fake_request import LiveRequest
 from common.serving.rejection import why_never
 from common.types import Completion, FinishReason, Request
 
@@ -52,32 +53,14 @@ class StepTiming:
         )
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Live:
-    """A request that has not ended. While it holds a slot its cache lies there; `kept_cache` is a cache that outlived its slot."""
-
-    request: Request
-    arrival: int
-    slot_idx: int | None = None
-    preempted: bool = False
-    aborted: bool = False
-    kept_cache: list[int] = dataclasses.field(default_factory=list)
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
-
-    @property
-    def context_ids(self) -> tuple[int, ...]:
-        return (*self.request.prompt_token_ids, *self.token_ids)
-
-
 class FakeEngine:
     """See common.serving.engine.StepEngine and the module.
 
     Args:
         cache_capacity_tokens: what all caches together may hold; default: every slot full. When a step needs room, caches of
             requests outside the step are given up, last in line first.
+        prefix_reuse: keep the caches of ended requests, as far as there is room, for prompts that begin alike.
+        stale_cache: what a commit does to caches (the numbers do not depend on it here: this cache holds no weights).
         clock: moved by each step's duration; None: no time passes, only `device_s` reports it.
         asynchronous: `submit` returns at once and the step is carried out in `collect`; otherwise `submit` does the work.
     """
@@ -90,6 +73,8 @@ class FakeEngine:
         max_slots: int = 8,
         max_context_tokens: int = 256,
         cache_capacity_tokens: int | None = None,
+        prefix_reuse: bool = False,
+        stale_cache: StaleCache = StaleCache.KEEP,
         timing: StepTiming | None = None,
         clock: FakeClock | None = None,
         asynchronous: bool = False,
@@ -109,11 +94,14 @@ class FakeEngine:
         )
         self._weights = {name: value.copy() for name, value in weights.items()}
         self._version = version
+        self._prefixes = PrefixStore()
+        self._prefix_reuse = prefix_reuse
+        self._stale_cache = stale_cache
         self._timing = timing or StepTiming()
         self._clock = clock
         self._asynchronous = asynchronous
         self._slots: list[list[int]] = [[] for _ in range(max_slots)]
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._ended: list[Completion] = []
         self._num_added = 0
         self._num_steps = 0
@@ -134,6 +122,7 @@ class FakeEngine:
             used_cache_tokens=sum(len(self._cache(live)) for live in self._live.values()),
             capacity_cache_tokens=self._capacity,
             weight_version=self._version,
+            reclaimable_cache_tokens=self._prefixes.num_tokens,
         )
 
     def add(self, request: Request) -> None:
@@ -142,7 +131,7 @@ class FakeEngine:
         problem = "the id is in use; ids must be unique" if in_use else why_never(request, self._info)
         if problem is not None:
             raise RequestRejectedError(f"request {request.request_id}: {problem}")
-        self._live[request.request_id] = _Live(request=request, arrival=self._num_added)
+        self._live[request.request_id] = LiveRequest(request=request, arrival=self._num_added)
         self._num_added += 1
 
     def abort(self, request_id: str) -> None:
@@ -173,11 +162,11 @@ class FakeEngine:
         budget, cache_room = limits.max_tokens, self._capacity
         prefill: list[PrefillChunk] = []
         decode: list[DecodeEntry] = []
-        taken: dict[int, _Live] = {}
+        taken: dict[int, LiveRequest] = {}
         in_line = self._in_line()
         for live in in_line:
-            num_cached = len(self._cache(live))
-            num_tokens = min(len(live.context_ids) - num_cached, budget, cache_room - num_cached)
+            num_cached, num_context = self._num_cached(live), len(live.context_ids)
+            num_tokens = min(num_context - num_cached, budget, cache_room - num_cached)
             slot_idx = self._slot_for(live, in_line, taken) if num_tokens > 0 else None
             if slot_idx is None:
                 continue
@@ -185,7 +174,7 @@ class FakeEngine:
             budget -= num_tokens
             cache_room -= num_cached + num_tokens
             request_id = live.request.request_id
-            if self._decodes_next(live):
+            if live.token_ids and num_context - num_cached == 1:
                 decode.append(DecodeEntry(request_id=request_id, slot_idx=slot_idx, context_tokens=num_cached))
             else:
                 prefill.append(PrefillChunk(request_id=request_id, slot_idx=slot_idx, start=num_cached, num_tokens=num_tokens))
@@ -224,6 +213,14 @@ class FakeEngine:
         check_weights(weights, self._weights)
         self._weights = {name: value.copy() for name, value in weights.items()}
         self._version = version
+        if self._stale_cache is StaleCache.KEEP:
+            return
+        self._prefixes.clear()
+        for live in self._live.values():
+            if self._stale_cache is StaleCache.DROP:
+                live.preempted = live.preempted or live.slot_idx is not None
+                self._leave_slot(live, keep_cache=False)
+            live.stale = bool(self._cache(live))
 
     def close(self) -> None:
         self._closed = True
@@ -233,43 +230,39 @@ class FakeEngine:
     def state_digest(self) -> str:
         """A hash of everything that decides what happens next: equal on two engines that ran the same calls and plans."""
         weights = [hashlib.sha256(value.tobytes()).hexdigest() for value in self._weights.values()]
-        requests = [
-            (request_id, live.arrival, live.slot_idx, live.preempted, live.aborted, live.kept_cache, live.token_ids, live.versions)
-            for request_id, live in self._live.items()
-        ]
+        requests = [live.digest_fields() for live in self._live.values()]
         ended = [dataclasses.asdict(completion) for completion in self._ended]
-        state = [
-            weights,
-            self._version,
-            requests,
-            ended,
-            self._slots,
-            self._num_added,
-            self._num_steps,
-            self._in_flight is not None,
-        ]
+        counters = [self._version, self._num_added, self._num_steps, self._in_flight is not None]
+        state = [weights, counters, requests, ended, self._slots, self._prefixes.num_tokens]
         return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosedError(f"engine {self._info.name!r} was closed; make a new one")
 
-    def _cache(self, live: _Live) -> list[int]:
+    def _cache(self, live: LiveRequest) -> list[int]:
         return live.kept_cache if live.slot_idx is None else self._slots[live.slot_idx]
 
-    def _decodes_next(self, live: _Live) -> bool:
+    def _num_cached(self, live: LiveRequest) -> int:
+        """Tokens that its next step need not compute: its own cache, or for a request without one the prefix that is held."""
+        num_cached = len(self._cache(live))
+        if num_cached or live.slot_idx is not None or not self._prefix_reuse:
+            return num_cached
+        return self._prefixes.match(extend_context(EMPTY_CONTEXT, live.context_ids[:-1]))
+
+    def _decodes_next(self, live: LiveRequest) -> bool:
         return bool(live.token_ids) and len(live.context_ids) - len(self._cache(live)) == 1
 
-    def _in_line(self) -> list[_Live]:
+    def _in_line(self) -> list[LiveRequest]:
         """Whom a step serves first: by priority; among equals decoding ones, then running, then preempted, then by arrival."""
 
-        def place(live: _Live) -> tuple[int, bool, bool, bool, int]:
+        def place(live: LiveRequest) -> tuple[int, bool, bool, bool, int]:
             waits = live.slot_idx is None
             return (-live.request.priority, waits or not self._decodes_next(live), waits, not live.preempted, live.arrival)
 
         return sorted(self._live.values(), key=place)
 
-    def _slot_for(self, live: _Live, in_line: list[_Live], taken: dict[int, _Live]) -> int | None:
+    def _slot_for(self, live: LiveRequest, in_line: list[LiveRequest], taken: dict[int, LiveRequest]) -> int | None:
         """Its own slot (unless this plan has given it away), a free one, or that of the last in line with a lower priority."""
         if live.slot_idx is not None:
             return None if live.slot_idx in taken else live.slot_idx
@@ -297,8 +290,10 @@ class FakeEngine:
                 self._leave_slot(holder, keep_cache=True)
                 holder.preempted = True
             assert live.slot_idx is None, f"plan moves running request {entry.request_id} to slot {entry.slot_idx}"
-            live.slot_idx, self._slots[entry.slot_idx], live.kept_cache = entry.slot_idx, live.kept_cache, []
+            self._move_in(live, entry)
         excess = sum(len(self._cache(live)) for live in self._live.values()) + plan.num_tokens - self._capacity
+        excess += self._prefixes.num_tokens
+        excess -= self._prefixes.give_up(excess)
         for live in reversed(self._in_line()):
             if excess <= 0:
                 break
@@ -308,7 +303,17 @@ class FakeEngine:
                 self._leave_slot(live, keep_cache=False)
         assert excess <= 0, f"step {plan.step_id} needs {excess} cache tokens more than there are"
 
-    def _leave_slot(self, live: _Live, *, keep_cache: bool) -> None:
+    def _move_in(self, live: LiveRequest, entry: PrefillChunk | DecodeEntry) -> None:
+        """Take the entry's slot with the cache that was kept, or with a prefix that others left."""
+        num_cached = entry.start if isinstance(entry, PrefillChunk) else entry.context_tokens
+        if num_cached and not live.kept_cache:
+            live.kept_cache = extend_context(EMPTY_CONTEXT, live.context_ids[:num_cached])
+            self._prefixes.put(live.kept_cache)
+        if live.cached_prompt_tokens is None:
+            live.cached_prompt_tokens = min(num_cached, len(live.request.prompt_token_ids))
+        live.slot_idx, self._slots[entry.slot_idx], live.kept_cache = entry.slot_idx, live.kept_cache, []
+
+    def _leave_slot(self, live: LiveRequest, *, keep_cache: bool) -> None:
         cache = self._cache(live)
         if live.slot_idx is not None:
             self._slots[live.slot_idx] = []
@@ -331,7 +336,7 @@ class FakeEngine:
         duration_s = self._timing.duration_s(plan)
         return StepResult(step_id=plan.step_id, tokens=tuple(tokens), completions=self._take_ended(), device_s=duration_s)
 
-    def _forward(self, live: _Live, entry: PrefillChunk | DecodeEntry) -> SampledToken | None:
+    def _forward(self, live: LiveRequest, entry: PrefillChunk | DecodeEntry) -> SampledToken | None:
         """Extend the cache by the entry's tokens; when it then holds the whole context, sample the next token."""
         start, num_tokens = (entry.start, entry.num_tokens) if isinstance(entry, PrefillChunk) else (entry.context_tokens, 1)
         cache, context = self._slots[entry.slot_idx], live.context_ids
@@ -340,39 +345,18 @@ class FakeEngine:
         cache.extend(extend_context(cache[-1] if cache else EMPTY_CONTEXT, context[start : start + num_tokens]))
         if len(cache) < len(context):
             return None
-        params = live.request.sampling
-        logits = next_token_logits(self._weights, cache[-1])
-        token_id, logprobs = draw_token(logits, params, uniform_draw(live.request.key, len(live.token_ids)))
-        live.token_ids.append(token_id)
-        live.logprobs.append(float(logprobs[token_id]))
-        live.versions.append(self._version)
-        if params.num_top_logprobs:
-            best = np.argsort(-logprobs, kind="stable")[: params.num_top_logprobs]
-            live.top_logprobs.append(tuple((int(idx), float(logprobs[idx])) for idx in best))
-        if token_id in params.stop_token_ids or _ends_with_stop_string(live):
-            self._end(live, FinishReason.STOP)
-        elif len(live.token_ids) == params.max_tokens:
-            self._end(live, FinishReason.LENGTH)
-        return SampledToken(
-            request_id=entry.request_id,
-            token_id=token_id,
-            behavior_logprob=float(logprobs[token_id]),
-            weight_version=self._version,
-        )
+        token = live.sample(self._weights, self._version, cache[-1])
+        reason = live.finish_reason()
+        if reason is not None:
+            self._end(live, reason)
+        return token
 
-    def _end(self, live: _Live, reason: FinishReason) -> None:
+    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+        if self._prefix_reuse and not live.stale:
+            self._prefixes.put(self._cache(live))
         self._leave_slot(live, keep_cache=False)
         del self._live[live.request.request_id]
-        self._ended.append(
-            Completion(
-                request_id=live.request.request_id,
-                token_ids=tuple(live.token_ids),
-                behavior_logprobs=tuple(live.logprobs),
-                weight_versions=tuple(live.versions),
-                finish_reason=reason,
-                top_logprobs=tuple(live.top_logprobs),
-            )
-        )
+        self._ended.append(live.completion(reason))
 
     def _take_ended(self) -> tuple[Completion, ...]:
         ended, self._ended = tuple(self._ended), []
@@ -381,13 +365,3 @@ class FakeEngine:
 
 def _entries(plan: StepPlan) -> list[PrefillChunk | DecodeEntry]:
     return [*plan.prefill, *plan.decode]
-
-
-def _ends_with_stop_string(live: _Live) -> bool:
-    """Whether the newest token completed one of the stop strings, which may span tokens."""
-    stops = live.request.sampling.stop_strings
-    if not stops:
-        return False
-    text = "".join(token_text(token_id) for token_id in live.token_ids)
-    before = len(text) - len(token_text(live.token_ids[-1]))
-    return any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in stops)

@@ -1,0 +1,42 @@
+"""The prefix cache of FakeEngine: which contexts have been computed before and are still held.
+
+Works token by token on the context hashes of fake_model.py: a hash stands for a token and everything before it. What was used
+longest ago is given up first, and of one context its end before its beginning. Knows no weights: its owner clears it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+
+class PrefixStore:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, None] = {}
+        """Context hashes, least recently used first."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._held)
+
+    def match(self, context_hashes: Sequence[int]) -> int:
+        """How many tokens of a context are held, from its first on. Changes nothing."""
+        return sum(1 for _ in itertools.takewhile(self._held.__contains__, context_hashes))
+
+    def put(self, context_hashes: Sequence[int]) -> None:
+        """Hold a context, or note that it was used."""
+        for context_hash in reversed(context_hashes):
+            self._held.pop(context_hash, None)
+            self._held[context_hash] = None
+
+    def give_up(self, num_tokens: int) -> int:
+        """Forget up to `num_tokens` tokens; returns how many."""
+        victims = list(itertools.islice(self._held, max(0, num_tokens)))
+        for context_hash in victims:
+            del self._held[context_hash]
+        return len(victims)
+
+    def clear(self) -> None:
+        self._held.clear()
