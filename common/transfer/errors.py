@@ -56,3 +56,7 @@ class ChecksumError(TransferError):
 
 class FingerprintMismatchError(TransferError):
     """The decoded weights are not those of the sender: what is held here differs from the base, or the sender erred."""
+
+
+class UnreachableError(TransferTimeoutError):
+    """The far side cannot be reached; nothing was sent."""

@@ -1,7 +1,5 @@
 """Publisher and subscriber over every store: the replica's weights are the published ones, bit for bit, whatever the path."""
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,6 @@ from common.transfer.errors import LayoutMismatchError, VersionGoneError, WrongB
 from common.transfer.manifest import UpdateKind
 from common.transfer.publisher import Publisher
 from common.transfer.shards import build_layout
-from common.transfer.store.directory import DirectoryStore, SharedMemoryStore
 from common.transfer.store.memory import MemoryStore
 from common.transfer.store.protocol import Store
 from common.transfer.subscriber import Subscriber
@@ -21,19 +18,6 @@ from tests.common.transfer.models import Weights, assert_equal_bits, blank, make
 
 def fine_layout(*args: object, **kwargs: object) -> object:
     return build_layout(*args, **kwargs, min_run_bytes=2000)  # type: ignore[arg-type]
-
-
-@pytest.fixture(params=["memory", "directory", "fsspec", "shared memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    match request.param:
-        case "memory":
-            yield MemoryStore()
-        case "directory":
-            yield DirectoryStore(tmp_path / "store")
-        case "fsspec":
-            yield DirectoryStore(f"memory://{uuid.uuid4().hex}")
-        case "shared memory":
-            yield SharedMemoryStore(f"test-{uuid.uuid4().hex}", root=tmp_path)
 
 
 class Replica:
