@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.serving.engine import StepEngine
+from common.serving.engine import StaleCache, StepEngine
 from tests.conformance.driver import Driver
-from tests.conformance.registry import ENGINES, MAX_CONTEXT_TOKENS, MAX_SLOTS, MIN_VOCAB_SIZE, EngineCase
+from tests.conformance.registry import ENGINES, MAX_CONTEXT_TOKENS, MAX_SLOTS, MIN_VOCAB_SIZE, EngineCase, Feature
 
 _kept: dict[str, StepEngine[Any]] = {}
 
@@ -32,7 +32,7 @@ def engine_case(engine_name: str) -> EngineCase:
 
 @pytest.fixture
 def engine(engine_name: str, engine_case: EngineCase) -> Iterator[StepEngine[Any]]:
-    """A fresh engine, or one that an earlier test left whole; it goes back only when the test leaves it idle."""
+    """A fresh engine, or one that an earlier test left whole: idle, and without cached state of other weights."""
     engine = _kept.pop(engine_name, None) or engine_case.make()
     assert engine.info.max_slots == MAX_SLOTS
     assert engine.info.max_context_tokens == MAX_CONTEXT_TOKENS
@@ -41,8 +41,10 @@ def engine(engine_name: str, engine_case: EngineCase) -> Iterator[StepEngine[Any
     if not engine_case.reuse:
         engine.close()
         return
-    idle = engine.drain() is None and engine.load().running_requests + engine.load().waiting_requests == 0
-    if idle:
+    load = engine.load()
+    idle = engine.drain() is None and load.running_requests + load.waiting_requests == 0
+    keeps_stale = engine_case.stale_cache is StaleCache.KEEP and Feature.PREFIX_REUSE not in engine_case.lacks
+    if idle and (load.weight_version == 0 or not keeps_stale):
         engine.commit(engine_case.weights(0), version=0)
         _kept[engine_name] = engine
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from common.serving.engine import StepEngine
+from common.serving.engine import StaleCache, StepEngine
 
 MAX_SLOTS = 4
 MAX_CONTEXT_TOKENS = 64
@@ -34,6 +34,7 @@ class Feature(enum.StrEnum):
     TRUNCATED_SAMPLING = "top-k, top-p and min-p"
     TOP_LOGPROBS = "log-probabilities of the n most probable tokens"
     STOP_STRINGS = "stop strings"
+    PREFIX_REUSE = "a prompt that begins like an ended request is not computed again"
     REQUEST_CHECKS = "sampling options out of range are rejected"
 
 
@@ -48,6 +49,7 @@ class EngineCase:
         logprob_atol: how far a log-probability may move with batch mates, slot and preemption. Tokens must not move at all.
         lacks: features that the engine does not have, each with the reason.
         token_text: what a token reads as; needed for Feature.STOP_STRINGS.
+        stale_cache: what a commit does to cached state of older weights.
         reuse: keep one engine for all tests that leave it whole, where building one is dear.
         num_random_schedules: hypothesis examples per property.
     """
@@ -58,6 +60,7 @@ class EngineCase:
     logprob_atol: float
     lacks: Mapping[Feature, str] = dataclasses.field(default_factory=dict)
     token_text: Callable[[int], str] | None = None
+    stale_cache: StaleCache = StaleCache.KEEP
     reuse: bool = False
     num_random_schedules: int = 150
 
@@ -82,7 +85,8 @@ def register(name: str) -> Callable[[Callable[[], EngineCase]], Callable[[], Eng
     return add
 
 
-def _fake_case(make: Callable[[dict], StepEngine[Any]]) -> EngineCase:
+def _fake_case(make: Callable[..., StepEngine[Any]], *, stale_cache: StaleCache | None = None) -> EngineCase:
+    """A case of FakeEngine; with `stale_cache` it reuses prefixes under that policy."""
     from common.serving import fake_model
 
     def wrong_weights() -> dict[str, object]:
@@ -99,6 +103,8 @@ def _fake_case(make: Callable[[dict], StepEngine[Any]]) -> EngineCase:
         weights=lambda seed: fake_model.make_weights(seed, MIN_VOCAB_SIZE),
         wrong_weights=wrong_weights,
         logprob_atol=0.0,
+        lacks={} if stale_cache else {Feature.PREFIX_REUSE: "switched off in this case"},
+        stale_cache=stale_cache or StaleCache.KEEP,
         token_text=fake_model.token_text,
     )
 
@@ -108,6 +114,37 @@ def fake() -> EngineCase:
     from common.serving.fake import FakeEngine
 
     return _fake_case(lambda weights: FakeEngine(weights, max_slots=MAX_SLOTS, max_context_tokens=MAX_CONTEXT_TOKENS))
+
+
+@register("fake-prefix-keep")
+def fake_prefix_keep() -> EngineCase:
+    return _fake_prefix(StaleCache.KEEP)
+
+
+@register("fake-prefix-drop")
+def fake_prefix_drop() -> EngineCase:
+    return _fake_prefix(StaleCache.DROP)
+
+
+@register("fake-prefix-tag")
+def fake_prefix_tag() -> EngineCase:
+    return _fake_prefix(StaleCache.TAG)
+
+
+def _fake_prefix(stale_cache: StaleCache) -> EngineCase:
+    from common.serving.fake import FakeEngine
+
+    def make(weights: dict) -> FakeEngine:
+        return FakeEngine(
+            weights,
+            max_slots=MAX_SLOTS,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            cache_capacity_tokens=2 * MAX_CONTEXT_TOKENS,
+            prefix_reuse=True,
+            stale_cache=stale_cache,
+        )
+
+    return _fake_case(make, stale_cache=stale_cache)
 
 
 @register("fake-small-cache")
@@ -176,6 +213,13 @@ def _tiny_qwen3_weights(seed: int, **changes: int) -> Any:
     return nnx.state(create_model(config, seed=seed, embedding_init_std=TINY_QWEN3_EMBEDDING_STD))
 
 
+def _wrong_tiny_qwen3_weights() -> dict[str, object]:
+    return {
+        "a wrong shape": _tiny_qwen3_weights(1, intermediate_size=48),
+        "a layer too few": _tiny_qwen3_weights(1, num_layers=1),
+    }
+
+
 @register("jax-dense")
 def jax_dense() -> EngineCase:
     pytest.importorskip("jax")
@@ -191,10 +235,7 @@ def jax_dense() -> EngineCase:
             version=0,
         ),
         weights=_tiny_qwen3_weights,
-        wrong_weights=lambda: {
-            "a wrong shape": _tiny_qwen3_weights(1, intermediate_size=48),
-            "a layer too few": _tiny_qwen3_weights(1, num_layers=1),
-        },
+        wrong_weights=_wrong_tiny_qwen3_weights,
         logprob_atol=1e-5,
         lacks={
             Feature.CHUNKED_PREFILL: "prompts are computed whole",
@@ -205,7 +246,64 @@ def jax_dense() -> EngineCase:
             Feature.TOP_LOGPROBS: "reports the sampled token's only",
             Feature.STOP_STRINGS: "knows token ids only",
             Feature.REQUEST_CHECKS: "checks the prompt only",
+            Feature.PREFIX_REUSE: "each prompt is computed whole",
         },
         reuse=True,
         num_random_schedules=10,
     )
+
+
+def _jetstream_case(stale_cache: StaleCache, **options: Any) -> EngineCase:
+    pytest.importorskip("jax")
+    from common.serving.fake_model import token_text
+    from rose_jax.jetstream.config import JetStreamConfig
+    from rose_jax.jetstream.engine import JetStreamEngine
+    from rose_jax.models.qwen3_config import Qwen3Config
+
+    def make() -> JetStreamEngine:
+        config = JetStreamConfig(
+            max_slots=MAX_SLOTS,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            page_tokens=8,
+            tile_tokens=8,
+            max_prefill_tiles=8,
+            row_buckets=(MAX_SLOTS,),
+            tile_buckets=(8,),
+            max_top_logprobs=MIN_VOCAB_SIZE,
+            stale_cache=stale_cache,
+            **options,
+        )
+        return JetStreamEngine(
+            config,
+            Qwen3Config(**TINY_QWEN3),
+            _tiny_qwen3_weights(0),
+            version=0,
+            decode=lambda token_ids: "".join(map(token_text, token_ids)),
+        )
+
+    return EngineCase(
+        make=make,
+        weights=_tiny_qwen3_weights,
+        wrong_weights=_wrong_tiny_qwen3_weights,
+        logprob_atol=0.0 if options.get("invariant") else 1e-5,
+        token_text=token_text,
+        stale_cache=stale_cache,
+        reuse=True,
+        num_random_schedules=20,
+    )
+
+
+@register("jetstream")
+def jetstream() -> EngineCase:
+    return _jetstream_case(StaleCache.KEEP)
+
+
+@register("jetstream-tag-two-chunks")
+def jetstream_tag() -> EngineCase:
+    """The cache in two chunks that hold less than all slots need, cached state tagged with its version."""
+    return _jetstream_case(StaleCache.TAG, num_chunks=2, pages_per_chunk=10)
+
+
+@register("jetstream-invariant")
+def jetstream_invariant() -> EngineCase:
+    return _jetstream_case(StaleCache.DROP, invariant=True)
