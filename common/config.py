@@ -121,6 +121,18 @@ class OptimConfig:
 
 
 @dataclasses.dataclass
+class TransferConfig:
+    """How new weights reach the replicas."""
+
+    anchor_interval: int = 16
+    """Versions from one full anchor to the next; between them only what changed travels."""
+    timeout_s: float = 60.0
+    """How long nothing may arrive before a replica gives up staging and starts afresh."""
+    verify: bool = True
+    """Compare each committed version with the learner's, bit by bit; replicas in the learner's process only."""
+
+
+@dataclasses.dataclass
 class EvalConfig:
     """Success on the first `num_tasks` held-out tasks, once sampled at temperature 1 and once greedy."""
 
@@ -153,6 +165,7 @@ class Config:
     warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    transfer: TransferConfig = dataclasses.field(default_factory=TransferConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
@@ -247,6 +260,7 @@ def validate(config: Config) -> None:
             f"{config.model.max_position_embeddings}; lower the first or raise the second",
         )
     _require_positive("env", config.env, "turn_timeout_s")
+    _require_positive("transfer", config.transfer, "anchor_interval", "timeout_s")
     _require_positive("eval", config.eval, "num_tasks", "num_tasks_in_run")
     _require_not_negative("eval", config.eval, "interval")
     _require_positive("checkpoint", config.checkpoint, "interval", "keep")

@@ -19,3 +19,7 @@ class EngineClosedError(RoseError):
 
 class RolloutError(RoseError):
     """Episodes that keep failing, so that a batch or a demonstration cannot be completed."""
+
+
+class ReplicaUnavailableError(RoseError):
+    """A replica that takes no request now: it has no weights yet, or is draining. Nothing was queued; go elsewhere or retry."""

@@ -136,7 +136,8 @@ class JaxEngine:
         return StepPlan(step_id=self._num_steps, prefill=tuple(prefill), decode=tuple(decode))
 
     def submit(self, plan: StepPlan) -> None:
-        assert self._result is None and plan.step_id == self._num_steps, "one step at a time, and only the newest plan"
+        assert self._result is None, "one step at a time"
+        assert plan.step_id == self._num_steps, "only the newest plan"
         self._num_steps += 1
         started_s = time.perf_counter()
         if plan.prefill:

@@ -6,10 +6,8 @@ A new model's vocabulary is the environment's own words, so that a small model i
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -66,13 +64,3 @@ def build_policy(config: Config, suite: TaskSuite, mesh: Mesh) -> Policy:
     )
     new_model = create_model(model_config, seed=config.seed, mesh=mesh, embedding_init_std=model.embedding_init_std)
     return Policy(model_config=model_config, params=nnx.state(new_model), chat=chat)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(params: nnx.State, dtype: str) -> nnx.State:
-    return jax.tree.map(lambda value: value.astype(dtype), params)
-
-
-def engine_weights(published: nnx.State, config: Config) -> nnx.State:
-    """Published weights in the dtype an engine computes in; widening bfloat16 to float32 changes no value."""
-    return _cast(published, config.model.compute_dtype)

@@ -73,22 +73,16 @@ def demonstrations(config: Config, num_episodes: int, random_action_share: float
 def policy_rollouts(config: Config, workdir: Path, num_episodes: int) -> list[Trajectory]:
     """Episodes of the model that a finished run left in its workdir."""
     from common.rollout.runner import RolloutRunner
-    from rose_jax.engine import JaxEngine
     from rose_jax.mesh import make_mesh
-    from rose_jax.policy import build_policy, engine_weights
+    from rose_jax.policy import build_policy
+    from rose_jax.replica import replica_of_policy
 
     config.model.checkpoint = str(workdir / "model")
     suite = load_task_suite(config.env.factory, config.env.options)
     policy = build_policy(config, suite, make_mesh(config.mesh))
-    sampler = config.sampler
-    engine = JaxEngine(
-        policy.model_config,
-        engine_weights(policy.params, config),
-        max_slots=sampler.max_slots,
-        max_context_tokens=sampler.max_context_tokens,
-        version=config.num_versions,
-    )
-    return RolloutRunner(config, suite, policy.chat, engine).evaluate(num_episodes, temperature=1.0)
+    with RolloutRunner(config, suite, policy.chat, replica_of_policy(config, policy, version=config.num_versions)) as runner:
+        runner.sync_weights(config.num_versions)
+        return runner.evaluate(num_episodes, temperature=1.0)
 
 
 def row_of(task: str, player: str, trajectories: Sequence[Trajectory]) -> dict[str, object]:

@@ -8,6 +8,7 @@ the trained model in Hugging Face form under model/. The same command again goes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,16 +25,17 @@ from common.rollout.environment import load_task_suite
 from common.rollout.evaluate import evaluation_metrics, rollout_metrics
 from common.rollout.runner import RolloutRunner
 from common.rollout.tasks import PromptCursor
+from common.transfer.store.memory import MemoryStore
 from common.workdir import open_workdir
 from rose_jax.advantages import score_groups
 from rose_jax.batching import demonstration_batch, rl_batch
 from rose_jax.checkpoint import Checkpoints, config_fingerprint
-from rose_jax.density import unchanged_share
-from rose_jax.engine import JaxEngine
 from rose_jax.export import save_checkpoint
 from rose_jax.learner import Learner
 from rose_jax.mesh import make_mesh
-from rose_jax.policy import build_policy, engine_weights
+from rose_jax.policy import build_policy
+from rose_jax.publishing import LearnerPublisher
+from rose_jax.replica import JaxReplica
 from rose_jax.update import Phase
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file; --config.x.y=z changes a field.")
@@ -43,7 +45,8 @@ WARMUP_CHECKPOINT_UPDATES = 60
 NUM_REPORTED_TRAJECTORIES = 4
 
 
-def train(config: Config, workdir: Path) -> None:
+def train(config: Config, workdir: Path, stack: contextlib.ExitStack) -> None:
+    """One run from its newest checkpoint to its report; what it opens is closed with `stack`."""
     # Build every part, and go on from the newest checkpoint if there is one.
     suite = load_task_suite(config.env.factory, config.env.options)
     mesh = make_mesh(config.mesh)
@@ -52,6 +55,7 @@ def train(config: Config, workdir: Path) -> None:
     fingerprint = config_fingerprint(config, policy.model_config)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep, fingerprint=fingerprint)
     num_prompts_taken = 0
+    stack.callback(checkpoints.close)
     restored = checkpoints.restore_latest(learner.abstract_arrays())
     if restored is not None:
         learner.load(restored.arrays, restored.progress["learner"])
@@ -59,6 +63,7 @@ def train(config: Config, workdir: Path) -> None:
         print(f"Going on after {learner.num_warmup_updates} warm-up updates and {learner.version} versions")
     cursor = PromptCursor(suite, seed=config.seed, num_taken=num_prompts_taken)
     log = RunLog(workdir, after={"warmup": learner.num_warmup_updates, "train": learner.version, "eval": learner.version})
+    stack.callback(log.close)
 
     def save() -> None:
         progress = {"learner": learner.progress(), "prompts_taken": cursor.num_taken}
@@ -69,14 +74,21 @@ def train(config: Config, workdir: Path) -> None:
         learner.start_reinforcement()
         save()
 
-    engine = JaxEngine(
-        policy.model_config,
-        engine_weights(learner.published_params(), config),
-        max_slots=config.sampler.max_slots,
-        max_context_tokens=config.sampler.max_context_tokens,
-        version=learner.version,
-    )
-    runner = RolloutRunner(config, suite, policy.chat, engine)
+    store = MemoryStore()
+    publisher = LearnerPublisher(config, store)
+    stack.callback(publisher.close)
+    replica = JaxReplica("local", config, policy.model_config, store)
+    runner = stack.enter_context(RolloutRunner(config, suite, policy.chat, replica))
+
+    def publish() -> dict[str, float]:
+        """Bring the learner's version to the replica; from then on it generates with it."""
+        published, metrics = publisher.publish(learner)
+        runner.sync_weights(learner.version)
+        differing = replica.differing_tensors(published) if config.transfer.verify else []
+        assert not differing, f"version {learner.version}: the replica's {differing} are not what was published"
+        return metrics
+
+    publish()
 
     def evaluate(num_tasks: int) -> None:
         """Sampled and greedy success on held-out tasks, unless this version has been evaluated already."""
@@ -96,13 +108,10 @@ def train(config: Config, workdir: Path) -> None:
             with watch.part("rollout_s"), progress_bar("rollout", num_episodes, "episode", nested=True) as bar:
                 groups = runner.collect(cursor, on_trajectory=bar.count)
             with watch.part("update_s"):
-                published = learner.published_params()
                 batch = rl_batch(score_groups(groups, normalize_std=config.grpo.normalize_std))
                 metrics = learner.update(batch)
             with watch.part("publish_s"):
-                newly_published = learner.published_params()
-                engine.commit(engine_weights(newly_published, config), version=learner.version)
-                metrics |= unchanged_share(published, newly_published)
+                metrics |= publish()
             is_last = learner.version == config.num_versions
             if learner.version % config.checkpoint.interval == 0 or is_last:
                 with watch.part("checkpoint_s"):
@@ -125,9 +134,6 @@ def train(config: Config, workdir: Path) -> None:
     examples = runner.evaluate(NUM_REPORTED_TRAJECTORIES, temperature=1.0)
     report = write_report(log, workdir, examples)
     print("\n".join(["", *summary_lines(log), f"Report: {report}"]))
-    engine.close()
-    checkpoints.close()
-    log.close()
 
 
 def warm_up(config: Config, learner: Learner, demonstrations: WarmupDemonstrations, log: RunLog, save: Callable[[], None]) -> None:
@@ -156,8 +162,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}; changes to the configuration are written --config.x.y=z")
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save at INFO
     validate(_CONFIG.value)
-    with open_workdir(Path(str(_WORKDIR.value)), _CONFIG.value) as workdir:
-        train(_CONFIG.value, workdir)
+    with open_workdir(Path(str(_WORKDIR.value)), _CONFIG.value) as workdir, contextlib.ExitStack() as stack:
+        train(_CONFIG.value, workdir, stack)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""RolloutRunner: plays whole batches of episodes on one engine, for code that waits for them.
+"""RolloutRunner: plays whole batches of episodes on a replica, for code that waits for them.
 
-Synchronous on purpose: the learner's loop reads from top to bottom. Between two calls the engine holds no work, so that weights may
-be committed. Results depend on the prompts, the weights and the run's seed alone.
+Synchronous on purpose: the learner's loop reads from top to bottom. Between two calls the replica holds no work and makes no
+progress. Results depend on the prompts, the weights and the run's seed alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
 
 from common.config import Config
 from common.rollout.buffer import GroupBuffer
@@ -17,26 +20,59 @@ from common.rollout.chat import ChatTokenizer
 from common.rollout.collector import PlayEpisode, collect_groups
 from common.rollout.environment import TaskSuite
 from common.rollout.tasks import PromptCursor
-from common.rollout.worker import Sampler, run_episode
-from common.serving.engine import StepEngine
-from common.serving.loop import EngineLoop, LoopCounters
+from common.rollout.worker import run_episode
+from common.serving.loop import LoopCounters
+from common.serving.replica import Replica, StageReport
 from common.types import Group, SamplingParams, Split, Trajectory
 
-WeightsT = TypeVar("WeightsT")
 ResultT = TypeVar("ResultT")
+
+
+class RunningReplica(Replica, AbstractAsyncContextManager["RunningReplica"], Protocol):
+    """A replica that runs while it is entered."""
+
+    @property
+    def counters(self) -> LoopCounters: ...
+
+
 OnTrajectory = Callable[[Trajectory], None]
 
 EVALUATION_SEED_OFFSET = 2**31
 """Keeps the draws of evaluations apart from those of training, whose run_seed lies below it."""
 
 
-class RolloutRunner(Generic[WeightsT]):
-    """See the module. `counters` are those of the newest call."""
+class RolloutRunner:
+    """Use as a context manager: the replica runs from its beginning to its end, and makes progress only within the calls below."""
 
-    def __init__(self, config: Config, suite: TaskSuite, chat: ChatTokenizer, engine: StepEngine[WeightsT]) -> None:
-        self._config, self._suite, self._chat, self._engine = config, suite, chat, engine
+    def __init__(self, config: Config, suite: TaskSuite, chat: ChatTokenizer, replica: RunningReplica) -> None:
+        self._config, self._suite, self._chat, self._replica = config, suite, chat, replica
+        self._event_loop = asyncio.Runner()
+        self._stack = contextlib.AsyncExitStack()
         self.buffer = GroupBuffer(group_size=config.grpo.group_size)
-        self.counters = LoopCounters()
+        self.counters = replica.counters
+        """What the replica computed in the newest call."""
+
+    def __enter__(self) -> RolloutRunner:
+        self._event_loop.run(self._stack.enter_async_context(self._replica))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._event_loop.run(self._stack.aclose())
+        self._event_loop.close()
+
+    def sync_weights(self, version: int) -> StageReport:
+        """Stage a published version and commit it.
+
+        Raises:
+            TransferError: the replica serves the version it had.
+        """
+
+        async def stage_and_commit() -> StageReport:
+            report = await self._replica.stage(version)
+            await self._replica.commit()
+            return report
+
+        return self._event_loop.run(stage_and_commit())
 
     def collect(self, cursor: PromptCursor, on_trajectory: OnTrajectory | None = None) -> list[Group]:
         """The groups of one learner step, `grpo.prompts_per_step` of them, in order of their ids.
@@ -86,23 +122,20 @@ class RolloutRunner(Generic[WeightsT]):
 
         return self._run(play_all, temperature=temperature, run_seed=EVALUATION_SEED_OFFSET + self._config.seed)
 
-    def _run(self, work: Callable[[PlayEpisode], Awaitable[ResultT]], *, temperature: float, run_seed: int) -> ResultT:
+    def _run(self, work: Callable[[PlayEpisode], Coroutine[Any, Any, ResultT]], *, temperature: float, run_seed: int) -> ResultT:
         sampler_config = self._config.sampler
-
-        async def run() -> ResultT:
-            async with EngineLoop(self._engine, max_step_tokens=sampler_config.max_step_tokens) as loop:
-                sampler: Sampler = loop
-                play = functools.partial(
-                    run_episode,
-                    suite=self._suite,
-                    chat=self._chat,
-                    sampler=sampler,
-                    sampling=SamplingParams(max_tokens=sampler_config.max_turn_tokens, temperature=temperature),
-                    run_seed=run_seed,
-                    max_context_tokens=sampler_config.max_context_tokens,
-                    turn_timeout_s=self._config.env.turn_timeout_s,
-                )
-                self.counters = loop.counters
-                return await work(play)
-
-        return asyncio.run(run())
+        play = functools.partial(
+            run_episode,
+            suite=self._suite,
+            chat=self._chat,
+            sampler=self._replica,
+            sampling=SamplingParams(max_tokens=sampler_config.max_turn_tokens, temperature=temperature),
+            run_seed=run_seed,
+            max_context_tokens=sampler_config.max_context_tokens,
+            turn_timeout_s=self._config.env.turn_timeout_s,
+        )
+        before = dataclasses.replace(self._replica.counters)
+        try:
+            return self._event_loop.run(work(play))
+        finally:
+            self.counters = self._replica.counters.since(before)

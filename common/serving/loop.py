@@ -2,7 +2,7 @@
 
 Runs on the callers' event loop and takes a step only once every caller that can run has run, so that with callers that wait for
 nothing else, what shares a step depends on the requests alone and not on the clock: a run repeats bit for bit.
-Invariant: every `generate` returns its request's one Completion or raises.
+Invariant: every `generate` returns its request's one Completion or raises, and every action runs once or its caller gets the error.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from common.errors import EngineClosedError
 from common.serving.engine import StepEngine, StepLimits, StepResult
 from common.types import Completion, Request
 
 WeightsT = TypeVar("WeightsT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -28,6 +30,11 @@ class LoopCounters:
     sampled_tokens: int = 0
     device_s: float = 0.0
 
+    def since(self, before: LoopCounters) -> LoopCounters:
+        """What was added after `before`, an earlier copy."""
+        fields = dataclasses.fields(self)
+        return LoopCounters(**{field.name: getattr(self, field.name) - getattr(before, field.name) for field in fields})
+
 
 class EngineLoop(Generic[WeightsT]):
     """Use as `async with EngineLoop(engine, max_step_tokens=...) as loop: await loop.generate(request)`."""
@@ -37,6 +44,7 @@ class EngineLoop(Generic[WeightsT]):
         self.counters = LoopCounters()
         self._limits = StepLimits(max_tokens=max_step_tokens)
         self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._actions: list[tuple[Callable[[], None], asyncio.Future[Any]]] = []
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -58,8 +66,7 @@ class EngineLoop(Generic[WeightsT]):
             RequestRejectedError: it can never run here.
             EngineClosedError: the loop stopped first, or the engine failed; the engine's own error is the cause.
         """
-        if self._task is None or self._task.done():
-            raise EngineClosedError(f"request {request.request_id}: the engine loop is not running")
+        self._check_running(f"request {request.request_id}")
         if request.request_id in self._futures:
             raise ValueError(f"request id {request.request_id!r} is already in flight; ids must be unique")
         self.engine.add(request)
@@ -74,10 +81,36 @@ class EngineLoop(Generic[WeightsT]):
                 self._arrived.set()
             raise
 
+    async def between_steps(self, action: Callable[[], ResultT]) -> ResultT:
+        """Call `action` when the device holds no work of this engine, say to commit weights. Its error is the caller's alone.
+
+        Raises:
+            EngineClosedError: the loop stopped first.
+        """
+        self._check_running("between_steps")
+        future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+
+        def act() -> None:
+            try:
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._actions.append((act, future))
+        self._arrived.set()
+        return await future
+
+    def _check_running(self, what: str) -> None:
+        if self._task is None or self._task.done():
+            raise EngineClosedError(f"{what}: the engine loop is not running")
+
     async def _run(self) -> None:
         try:
             while True:
                 await self._settle()
+                if self._actions:
+                    self._act()
+                    continue
                 plan = self.engine.plan(self._limits)
                 if plan is None:
                     if self._futures:
@@ -103,6 +136,15 @@ class EngineLoop(Generic[WeightsT]):
             await asyncio.sleep(0)
             num_quiet = num_quiet + 1 if len(self._futures) == before and not self._arrived.is_set() else 0
 
+    def _act(self) -> None:
+        result = self.engine.drain()
+        if result is not None:
+            self._deliver(result)
+        actions, self._actions = self._actions, []
+        for act, future in actions:
+            if not future.done():  # else the caller was cancelled meanwhile
+                act()
+
     def _deliver(self, result: StepResult) -> None:
         self.counters.num_steps += 1
         self.counters.sampled_tokens += len(result.tokens)
@@ -113,8 +155,9 @@ class EngineLoop(Generic[WeightsT]):
                 future.set_result(completion)
 
     def _fail_all(self, error: EngineClosedError) -> None:
-        futures, self._futures = self._futures, {}
-        for future in futures.values():
+        futures = [*self._futures.values(), *(future for _, future in self._actions)]
+        self._futures, self._actions = {}, []
+        for future in futures:
             if not future.done():
                 future.set_exception(error)
 

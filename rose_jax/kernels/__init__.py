@@ -1,0 +1,1 @@
+"""Device-side kernels, each beside a plain reference of the same signature."""

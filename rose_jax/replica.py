@@ -1,0 +1,58 @@
+"""A replica in the learner's own process: JAX engine, the target its weights arrive at, and the subscriber that brings them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from common.config import Config
+from common.serving.replica import LocalReplica
+from common.transfer.publisher import Publisher
+from common.transfer.store.memory import MemoryStore
+from common.transfer.store.protocol import Store
+from common.transfer.subscriber import Subscriber
+from rose_jax.engine import JaxEngine
+from rose_jax.export import named_tensors
+from rose_jax.models.qwen3 import abstract_model, cast_weights
+from rose_jax.models.qwen3_config import Qwen3Config
+from rose_jax.policy import Policy
+from rose_jax.weight_target import JaxWeightTarget
+
+
+class JaxReplica(LocalReplica[nnx.State]):
+    """A LocalReplica that starts without weights: its first version comes through the store like every other."""
+
+    def __init__(self, replica_id: str, config: Config, model_config: Qwen3Config, store: Store) -> None:
+        dtype = jnp.dtype(config.model.compute_dtype)
+        _, shapes = nnx.split(abstract_model(model_config, dtype))
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        engine = JaxEngine(
+            model_config,
+            empty,
+            max_slots=config.sampler.max_slots,
+            max_context_tokens=config.sampler.max_context_tokens,
+            version=0,
+        )
+        self.target = JaxWeightTarget(engine, model_config, empty, weights_dtype=config.model.weights_dtype)
+        subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
+        super().__init__(replica_id, engine, subscriber, max_step_tokens=config.sampler.max_step_tokens)
+
+    def differing_tensors(self, published: nnx.State) -> list[str]:
+        """Names of live tensors whose bits are not those of the published ones."""
+        return [
+            name
+            for name, tensor in named_tensors(published)
+            if np.asarray(tensor).tobytes() != self.target.published(name).tobytes()
+        ]
+
+
+def replica_of_policy(config: Config, policy: Policy, *, version: int) -> JaxReplica:
+    """A replica whose store holds one policy as `version`, ready to be staged: for evaluations without a learner."""
+    store = MemoryStore()
+    publisher = Publisher(store)
+    weights = cast_weights(policy.params, weights_dtype=config.model.weights_dtype, compute_dtype=config.model.weights_dtype)
+    publisher.publish(version, {name: np.asarray(tensor) for name, tensor in named_tensors(weights)}).result()
+    publisher.close()
+    return JaxReplica("local", config, policy.model_config, store)
