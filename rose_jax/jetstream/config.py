@@ -69,10 +69,13 @@ class JetStreamConfig:
             ("tile_buckets", self.tiles, self.max_prefill_tiles),
             ("context_buckets", self.contexts, self.pages_per_context * self.page_tokens),
         ):
-            if list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != needed:
-                raise ValueError(f"{name}={buckets} must ascend and end with {needed}")
-        if any(size % self.page_tokens for size in self.contexts):
-            raise ValueError(f"context_buckets={self.contexts} must be multiples of page_tokens={self.page_tokens}")
+            if list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] < needed:
+                raise ValueError(f"{name}={buckets} must ascend from at least 1 to at least {needed}")
+        if any(size % self.page_tokens for size in self.contexts) or self.contexts[-1] > self.pages_per_context * self.page_tokens:
+            raise ValueError(
+                f"context_buckets={self.contexts} must be multiples of page_tokens={self.page_tokens}, the last just enough "
+                f"for max_context_tokens={self.max_context_tokens}"
+            )
 
     @property
     def pages_per_context(self) -> int:

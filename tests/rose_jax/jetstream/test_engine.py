@@ -132,7 +132,7 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_afterwards() -> None:
 
 
 def test_abort_returns_the_tokens_so_far_whether_running_waiting_planned_or_in_flight() -> None:
-    engine = make_engine(dataclasses.replace(SMALL, max_slots=2, row_buckets=(2,)))
+    engine = make_engine(dataclasses.replace(SMALL, max_slots=2, pages_per_chunk=SMALL.chunk_pages))
     for name in ("running", "planned", "waiting"):
         engine.add(make_request(name, max_tokens=20))
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error() -> None:
 
 
 def test_a_device_failure_ends_the_step_s_requests_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(dataclasses.replace(SMALL, max_slots=2, row_buckets=(2,)))
+    engine = make_engine(dataclasses.replace(SMALL, max_slots=2, pages_per_chunk=SMALL.chunk_pages))
     requests = [make_request(f"r{idx}", prompt(20, seed=idx), trajectory_id=idx) for idx in range(3)]
     for request in requests:
         engine.add(request)
