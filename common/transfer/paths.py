@@ -24,7 +24,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Updates in the order in which they apply, and what they cost. No updates: the version is held already."""
+    """Updates in the order in which they apply, and what they cost. No updates: nothing newer than what is held can be reached."""
 
     updates: tuple[CatalogEntry, ...]
     wire_bytes: int

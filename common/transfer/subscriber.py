@@ -100,7 +100,7 @@ class Subscriber:
             catalog = self._store.catalog(after=catalog.tag, timeout_s=left_s)
 
     def stage(self, version: int | None = None) -> StagedUpdate | None:
-        """Fetch, decode and verify the newest version (or `version`). None if it is held already. Staging it again costs nothing.
+        """Fetch, decode and verify the newest version (or `version`). None if nothing newer is there. Staging it again costs nothing.
 
         Raises:
             TransferError: see errors.py. Weights and version are as before, and another call starts afresh.

@@ -79,7 +79,7 @@ class DirectoryStore:
         content = self._files.read(f"{key.path}/head", 0, None, None)
         if content is None:
             return None
-        head = parse_head(json.loads(bytes(content)))
+        head = parse_head(_json(f"{key.path}/head", content))
         if head.key != key:
             raise MalformedUpdateError(f"{key.path} holds the head of {head.key.path}")
         error = None
@@ -167,8 +167,11 @@ class DirectoryStore:
         for receiver in self._files.list("receivers"):
             content = self._files.read(f"receivers/{receiver}", 0, None, None)
             if content is not None:
-                version, at_s = json.loads(bytes(content))
-                found[receiver] = Confirmation(int(version), self._clock.now_s() - float(at_s))
+                match _json(f"receivers/{receiver}", content):
+                    case [int(version), float(at_s)]:
+                        found[receiver] = Confirmation(version, self._clock.now_s() - at_s)
+                    case other:
+                        raise MalformedUpdateError(f"receivers/{receiver} holds {other!r:.80}, not [version, seconds]")
         return found
 
     def remove(self, key: UpdateKey, *, force: bool = False) -> bool:
@@ -188,8 +191,10 @@ class DirectoryStore:
         for name in self._files.list(key.path):
             if name.startswith("lease-"):
                 content = self._files.read(f"{key.path}/{name}", 0, 64, None)
-                if content is not None and float(bytes(content)) > now_s:
-                    return True
+                if content is not None:
+                    end_s = _json(f"{key.path}/{name}", content)
+                    if not isinstance(end_s, float) or end_s > now_s:  # a lease that cannot be read still holds
+                        return True
         return False
 
 
@@ -215,6 +220,13 @@ class SharedMemoryStore(DirectoryStore):
         if into is not None and len(content) > len(into):
             raise MalformedUpdateError(f"{path} has {len(content)} bytes where at most {len(into)} are possible")
         return content
+
+
+def _json(path: str, content: memoryview) -> object:
+    try:
+        return json.loads(bytes(content))
+    except (ValueError, RecursionError) as e:
+        raise MalformedUpdateError(f"{path} is not JSON: {e}") from None
 
 
 class _Backoff:
