@@ -14,6 +14,11 @@ settings.load_profile("no_deadline")
 NUM_FAKE_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    flag = f"--xla_force_host_platform_device_count={NUM_FAKE_DEVICES}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+XLA_FLAGS = {
+    "xla_force_host_platform_device_count": NUM_FAKE_DEVICES,
+    # Nearly all the time of these tests is compilation, of programs that run for milliseconds: this halves it.
+    "xla_backend_optimization_level": 0,
+}
+for flag, value in XLA_FLAGS.items():
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}".strip()

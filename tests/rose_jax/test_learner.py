@@ -9,7 +9,7 @@ import pytest
 
 from common.config import MeshConfig
 from rose_jax.advantages import ScoredTrajectory, score_groups
-from rose_jax.batching import Batch
+from rose_jax.batching import Batch, demonstration_batch, rl_batch
 from rose_jax.learner import Learner
 from rose_jax.mesh import make_mesh
 from rose_jax.update import Phase, lower_update, model_logprobs
@@ -17,7 +17,7 @@ from tests.rose_jax.training_data import MODEL_CONFIG, groups, new_learner, scor
 
 
 def _demonstrations() -> Batch:
-    return demonstrationscored_batch([trajectory(20 + 3 * idx, seed=idx) for idx in range(8)])
+    return demonstration_batch([trajectory(20 + 3 * idx, seed=idx) for idx in range(8)])
 
 
 def _host(tree: object) -> object:
@@ -157,13 +157,13 @@ def test_the_reference_policy_stays_where_it_was(learner: Learner) -> None:
 def test_rows_that_are_missing_keep_the_shape(learner: Learner) -> None:
     learner.update(scored_batch())
     compiled = learner._updates[Phase.RL]._cache_size()
-    fewer = rlscored_batch(score_groups(groups()[:3], normalize_std=True))
+    fewer = rl_batch(score_groups(groups()[:3], normalize_std=True))
     assert all(np.isfinite(value) for value in learner.update(fewer).values())
     assert learner._updates[Phase.RL]._cache_size() == compiled
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_the_numbers(learner: Learner) -> None:
-    broken = rlscored_batch([ScoredTrajectory(trajectory=trajectory(30, seed=seed), advantage=float("inf")) for seed in range(4)])
+    broken = rl_batch([ScoredTrajectory(trajectory=trajectory(30, seed=seed), advantage=float("inf")) for seed in range(4)])
     with pytest.raises(FloatingPointError, match=r"version 1: loss=.* grad_norm=.*optim.max_grad_norm"):
         learner.update(broken)
 
