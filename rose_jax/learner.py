@@ -250,5 +250,5 @@ def _supervised_nll(params: nnx.State, batch: Batch, *, config: Config, model_co
 
 
 def _publish_copy(master: jax.Array, *, config: Config) -> jax.Array:
-    # A jitted identity would hand out the master's own buffer, which the next update donates.
+    # An explicit copy: jit may return an unchanged argument's own buffer, which the next update donates.
     return jnp.copy(master.astype(config.model.weights_dtype))
