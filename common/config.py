@@ -62,8 +62,17 @@ class SamplerConfig:
     max_slots: int = 64
     max_context_tokens: int = 384
     max_step_tokens: int = 8192
+    """Bound on one step: a token for each decoding sequence, the rest for prefill."""
     max_turn_tokens: int = 4
     temperature: float = 1.0
+    page_tokens: int = 8
+    """Tokens of a cache page: the unit of memory, of prefix reuse, and of the tiles that prompts are computed in."""
+    max_prefill_tiles: int = 64
+    """Tiles of page_tokens that one step can prefill."""
+    stale_cache: str = "drop"
+    """What new weights do to cached keys and values of older ones: keep, drop or tag (common.serving.engine.StaleCache)."""
+    invariant: bool = False
+    """Tokens and log-probabilities of a request are bit for bit the same whatever runs beside it; slower."""
 
 
 @dataclasses.dataclass
@@ -148,6 +157,8 @@ class CheckpointConfig:
 
     interval: int = 5
     """Versions between checkpoints."""
+    warmup_interval: int = 60
+    """Warm-up updates between checkpoints."""
     keep: int = 2
 
 
@@ -247,6 +258,8 @@ def validate(config: Config) -> None:
     _validate_learning(config)
     sampler = config.sampler
     _require_positive("sampler", sampler, "max_slots", "max_context_tokens", "max_step_tokens", "max_turn_tokens")
+    _require_positive("sampler", sampler, "page_tokens", "max_prefill_tiles")
+    _require_one_of("sampler.stale_cache", sampler.stale_cache, ("keep", "drop", "tag"))
     _require_not_negative("sampler", sampler, "temperature")
     _require(
         sampler.max_turn_tokens < sampler.max_context_tokens,
@@ -263,4 +276,4 @@ def validate(config: Config) -> None:
     _require_positive("transfer", config.transfer, "anchor_interval", "timeout_s")
     _require_positive("eval", config.eval, "num_tasks", "num_tasks_in_run")
     _require_not_negative("eval", config.eval, "interval")
-    _require_positive("checkpoint", config.checkpoint, "interval", "keep")
+    _require_positive("checkpoint", config.checkpoint, "interval", "warmup_interval", "keep")

@@ -63,13 +63,17 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """One completion to generate: one turn of a trajectory, or one online call. Higher `priority` goes first."""
+    """One completion to generate: one turn of a trajectory, or one online call. Higher `priority` goes first.
+
+    Cached prefixes are shared within one `cache_namespace` and never across.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     key: SamplingKey
     priority: int = 0
+    cache_namespace: str = ""
 
 
 class FinishReason(enum.StrEnum):

@@ -8,13 +8,15 @@ import numpy as np
 from flax import nnx
 
 from common.config import Config
+from common.serving.engine import StaleCache
 from common.serving.replica import LocalReplica
 from common.transfer.publisher import Publisher
 from common.transfer.store.memory import MemoryStore
 from common.transfer.store.protocol import Store
 from common.transfer.subscriber import Subscriber
-from rose_jax.engine import JaxEngine
 from rose_jax.export import named_tensors
+from rose_jax.jetstream.config import JetStreamConfig
+from rose_jax.jetstream.engine import JetStreamEngine
 from rose_jax.models.qwen3 import abstract_model, cast_weights
 from rose_jax.models.qwen3_config import Qwen3Config
 from rose_jax.policy import Policy
@@ -28,13 +30,17 @@ class JaxReplica(LocalReplica[nnx.State]):
         dtype = jnp.dtype(config.model.compute_dtype)
         _, shapes = nnx.split(abstract_model(model_config, dtype))
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        engine = JaxEngine(
-            model_config,
-            empty,
-            max_slots=config.sampler.max_slots,
-            max_context_tokens=config.sampler.max_context_tokens,
-            version=0,
+        sampler = config.sampler
+        engine_config = JetStreamConfig(
+            max_slots=sampler.max_slots,
+            max_context_tokens=sampler.max_context_tokens,
+            page_tokens=sampler.page_tokens,
+            tile_tokens=sampler.page_tokens,
+            max_prefill_tiles=sampler.max_prefill_tiles,
+            stale_cache=StaleCache(sampler.stale_cache),
+            invariant=sampler.invariant,
         )
+        engine = JetStreamEngine(engine_config, model_config, empty, version=0)
         self.target = JaxWeightTarget(engine, model_config, empty, weights_dtype=config.model.weights_dtype)
         subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
         super().__init__(replica_id, engine, subscriber, max_step_tokens=config.sampler.max_step_tokens)

@@ -37,6 +37,10 @@ class RunningReplica(Replica, AbstractAsyncContextManager["RunningReplica"], Pro
 
 OnTrajectory = Callable[[Trajectory], None]
 
+TRAINING, EVALUATION = "train", "evaluation"
+"""Cache namespaces. What an evaluation leaves in the cache must not change how rollouts are computed: a run that is resumed behind
+the evaluation would differ in the last bit."""
+
 EVALUATION_SEED_OFFSET = 2**31
 """Keeps the draws of evaluations apart from those of training, whose run_seed lies below it."""
 
@@ -95,7 +99,7 @@ class RolloutRunner:
                 on_trajectory=on_trajectory,
             )
 
-        return self._run(collect, temperature=self._config.sampler.temperature, run_seed=self._config.seed)
+        return self._run(collect, namespace=TRAINING, temperature=self._config.sampler.temperature, run_seed=self._config.seed)
 
     def evaluate(
         self, num_tasks: int, *, temperature: float, split: Split = Split.HELD_OUT, on_trajectory: OnTrajectory | None = None
@@ -120,9 +124,13 @@ class RolloutRunner:
 
             return await asyncio.gather(*(play_one(task_idx) for task_idx in range(num_tasks)))
 
-        return self._run(play_all, temperature=temperature, run_seed=EVALUATION_SEED_OFFSET + self._config.seed)
+        return self._run(
+            play_all, namespace=EVALUATION, temperature=temperature, run_seed=EVALUATION_SEED_OFFSET + self._config.seed
+        )
 
-    def _run(self, work: Callable[[PlayEpisode], Coroutine[Any, Any, ResultT]], *, temperature: float, run_seed: int) -> ResultT:
+    def _run(
+        self, work: Callable[[PlayEpisode], Coroutine[Any, Any, ResultT]], *, namespace: str, temperature: float, run_seed: int
+    ) -> ResultT:
         sampler_config = self._config.sampler
         play = functools.partial(
             run_episode,
@@ -133,6 +141,7 @@ class RolloutRunner:
             run_seed=run_seed,
             max_context_tokens=sampler_config.max_context_tokens,
             turn_timeout_s=self._config.env.turn_timeout_s,
+            cache_namespace=namespace,
         )
         before = dataclasses.replace(self._replica.counters)
         try:

@@ -89,6 +89,7 @@ async def run_episode(
     group_id: int,
     max_context_tokens: int,
     turn_timeout_s: float,
+    cache_namespace: str = "",
 ) -> Trajectory:
     """Play one task to its end. Failures end up in the trajectory; only what concerns every episode is raised.
 
@@ -113,6 +114,7 @@ async def run_episode(
             trajectory_id=trajectory_id,
             max_context_tokens=max_context_tokens,
             turn_timeout_s=turn_timeout_s,
+            cache_namespace=cache_namespace,
             record=record,
         )
         end = await episode.play(task, system_prompt=suite.system_prompt, max_turns=suite.max_turns)
@@ -149,6 +151,7 @@ class _Episode:
     trajectory_id: int
     max_context_tokens: int
     turn_timeout_s: float
+    cache_namespace: str
     record: _Record
 
     async def play(self, task: Task, *, system_prompt: str | None, max_turns: int) -> EpisodeEnd:
@@ -187,6 +190,7 @@ class _Episode:
             prompt_token_ids=tuple(self.record.token_ids),
             sampling=self.sampling,
             key=SamplingKey(run_seed=self.run_seed, trajectory_id=self.trajectory_id, turn_idx=turn_idx),
+            cache_namespace=self.cache_namespace,
         )
         try:
             completion = await self.sampler.generate(request)

@@ -248,7 +248,7 @@ class FakeEngine:
         num_cached = len(self._cache(live))
         if num_cached or live.slot_idx is not None or not self._prefix_reuse:
             return num_cached
-        return self._prefixes.match(extend_context(EMPTY_CONTEXT, live.context_ids[:-1]))
+        return self._prefixes.match(live.request.cache_namespace, extend_context(EMPTY_CONTEXT, live.context_ids[:-1]))
 
     def _decodes_next(self, live: LiveRequest) -> bool:
         return bool(live.token_ids) and len(live.context_ids) - len(self._cache(live)) == 1
@@ -308,7 +308,7 @@ class FakeEngine:
         num_cached = entry.start if isinstance(entry, PrefillChunk) else entry.context_tokens
         if num_cached and not live.kept_cache:
             live.kept_cache = extend_context(EMPTY_CONTEXT, live.context_ids[:num_cached])
-            self._prefixes.put(live.kept_cache)
+            self._prefixes.put(live.request.cache_namespace, live.kept_cache)
         if live.cached_prompt_tokens is None:
             live.cached_prompt_tokens = min(num_cached, len(live.request.prompt_token_ids))
         live.slot_idx, self._slots[entry.slot_idx], live.kept_cache = entry.slot_idx, live.kept_cache, []
@@ -353,7 +353,7 @@ class FakeEngine:
 
     def _end(self, live: LiveRequest, reason: FinishReason) -> None:
         if self._prefix_reuse and not live.stale:
-            self._prefixes.put(self._cache(live))
+            self._prefixes.put(live.request.cache_namespace, self._cache(live))
         self._leave_slot(live, keep_cache=False)
         del self._live[live.request.request_id]
         self._ended.append(live.completion(reason))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-UNTAGGED = -1
-"""Parent node of first pages. Under tagged caches version v has its own, so that versions never meet."""
+Node = int | tuple[int | None, str]
+"""What a page's key hangs on: the number of the page before it, or for a first page its weight version and namespace."""
 
 
-def root_node(version: int | None) -> int:
-    return UNTAGGED if version is None else UNTAGGED - 1 - version
+def root_node(version: int | None, namespace: str) -> Node:
+    """Parent of first pages. Namespaces never meet; nor do versions under tagged caches (None: untagged)."""
+    return version, namespace
 
 
 class PagePool:
@@ -30,8 +31,8 @@ class PagePool:
         self._page_tokens = page_tokens
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
-        self._nodes: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (parent, tokens) -> (node, page)
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its key in _nodes
+        self._nodes: dict[tuple[Node, tuple[int, ...]], tuple[int, int]] = {}  # (parent, tokens) -> (node, page)
+        self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}  # page -> its key in _nodes
         self._idle: dict[int, None] = {}  # in the order in which they were left
 
     @property
@@ -58,7 +59,7 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def match(self, root: int, token_ids: Sequence[int], *, max_pages: int) -> tuple[list[int], int]:
+    def match(self, root: Node, token_ids: Sequence[int], *, max_pages: int) -> tuple[list[int], Node]:
         """Pages that store the longest known beginning of `token_ids`, in order, and the node of the last (or `root`)."""
         node, pages = root, []
         for page_idx in range(max_pages):
@@ -79,7 +80,7 @@ class PagePool:
     def num_idle_among(self, pages: Sequence[int]) -> int:
         return sum(page in self._idle for page in pages)
 
-    def register(self, parent: int, token_ids: tuple[int, ...], page: int) -> tuple[int, bool]:
+    def register(self, parent: Node, token_ids: tuple[int, ...], page: int) -> tuple[int, bool]:
         """Offer a held, full page for reuse.
 
         Returns:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from common.serving.engine import StaleCache
 from rose_jax.jetstream.config import JetStreamConfig
-from rose_jax.jetstream.pages import PagePool, root_node
+from rose_jax.jetstream.pages import Node, PagePool, root_node
 from rose_jax.jetstream.sequence import Piece, Sequence
 
 
@@ -25,7 +25,7 @@ class _Registered:
 
     sequence: Sequence
     page: int | None
-    node: int
+    node: Node
     num_registered: int
 
 
@@ -205,7 +205,8 @@ class Scheduler:
         needed = self._pages_for(len(sequence.context))
         tag = self.version if self.config.stale_cache is StaleCache.TAG else None
         max_shared = (len(sequence.context) - 1) // self.config.page_tokens if self.config.prefix_reuse else 0
-        options = [(pool, *pool.match(root_node(tag), sequence.context, max_pages=max_shared)) for pool in self.pools]
+        root = root_node(tag, sequence.request.cache_namespace)
+        options = [(pool, *pool.match(root, sequence.context, max_pages=max_shared)) for pool in self.pools]
         options.sort(key=lambda option: (-len(option[1]), -option[0].num_available))
         for pool, shared, node in options:
             pool.hold(shared)

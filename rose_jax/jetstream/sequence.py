@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from common.types import Completion, FinishReason, Request
-from rose_jax.jetstream.pages import PagePool
+from rose_jax.jetstream.pages import Node, PagePool
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Sequence:
     pool: PagePool | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
-    node: int | None = None
+    node: Node | None = None
     num_registered: int = 0
     cached_prompt_tokens: int | None = None
     token_ids: list[int] = dataclasses.field(default_factory=list)

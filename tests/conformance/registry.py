@@ -220,39 +220,6 @@ def _wrong_tiny_qwen3_weights() -> dict[str, object]:
     }
 
 
-@register("jax-dense")
-def jax_dense() -> EngineCase:
-    pytest.importorskip("jax")
-    from rose_jax.engine import JaxEngine
-    from rose_jax.models.qwen3_config import Qwen3Config
-
-    return EngineCase(
-        make=lambda: JaxEngine(
-            Qwen3Config(**TINY_QWEN3),
-            _tiny_qwen3_weights(0),
-            max_slots=MAX_SLOTS,
-            max_context_tokens=MAX_CONTEXT_TOKENS,
-            version=0,
-        ),
-        weights=_tiny_qwen3_weights,
-        wrong_weights=_wrong_tiny_qwen3_weights,
-        logprob_atol=1e-5,
-        lacks={
-            Feature.CHUNKED_PREFILL: "prompts are computed whole",
-            Feature.PREFILL_WITH_DECODE: "a step either prefills or decodes",
-            Feature.PRIORITY_PREEMPTION: "priorities order the queue only",
-            Feature.KEEP_CACHE: "a preempted request gives up its slot and cache",
-            Feature.TRUNCATED_SAMPLING: "draws from the whole distribution",
-            Feature.TOP_LOGPROBS: "reports the sampled token's only",
-            Feature.STOP_STRINGS: "knows token ids only",
-            Feature.REQUEST_CHECKS: "checks the prompt only",
-            Feature.PREFIX_REUSE: "each prompt is computed whole",
-        },
-        reuse=True,
-        num_random_schedules=10,
-    )
-
-
 def _jetstream_case(stale_cache: StaleCache, **options: Any) -> EngineCase:
     pytest.importorskip("jax")
     from common.serving.fake_model import token_text

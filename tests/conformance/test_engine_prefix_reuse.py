@@ -57,6 +57,16 @@ def test_equal_prompts_of_a_group_share_their_prefix(engine_case: EngineCase, dr
     assert_same(together[f"r{MAX_SLOTS - 1}"], alone[1], engine_case)
 
 
+def test_a_prefix_is_not_shared_across_namespaces(engine_case: EngineCase, driver: Driver) -> None:
+    engine_case.needs(Feature.PREFIX_REUSE)
+    first = make_request("r", prompt(40, salt=24), max_tokens=4)
+    driver.run_alone(first)
+    other = dataclasses.replace(first, request_id="other", cache_namespace="another tenant")
+    completion, num_prefilled = prefilled(driver, other)
+    assert completion.cached_prompt_tokens == 0
+    assert num_prefilled == len(other.prompt_token_ids)
+
+
 def test_a_prefix_is_shared_only_as_far_as_the_tokens_agree(engine_case: EngineCase, driver: Driver) -> None:
     engine_case.needs(Feature.PREFIX_REUSE)
     base = prompt(40, salt=24)

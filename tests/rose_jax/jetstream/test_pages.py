@@ -6,16 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_jax.jetstream.pages import UNTAGGED, PagePool, root_node
+from rose_jax.jetstream.pages import Node, PagePool, root_node
 
 PAGE = 2
+ROOT = root_node(None, "")
 
 
 def make_pool(num_pages: int = 4) -> PagePool:
     return PagePool(num_pages=num_pages, page_tokens=PAGE, chunk_idx=0)
 
 
-def store(pool: PagePool, tokens: list[int], root: int = UNTAGGED) -> list[int]:
+def store(pool: PagePool, tokens: list[int], root: Node = ROOT) -> list[int]:
     """Allocate and register pages for `tokens`, as a request that computed them would."""
     pages = pool.allocate(len(tokens) // PAGE)
     assert pages is not None
@@ -29,7 +30,7 @@ def test_a_released_prefix_is_found_again_and_held_pages_are_never_given_away() 
     pool = make_pool()
     pages = store(pool, [1, 2, 3, 4])
     pool.release(pages)
-    found, _ = pool.match(UNTAGGED, [1, 2, 3, 4, 5, 6], max_pages=3)
+    found, _ = pool.match(ROOT, [1, 2, 3, 4, 5, 6], max_pages=3)
     assert found == pages
     pool.hold(found)
     assert pool.allocate(3) is None
@@ -40,15 +41,15 @@ def test_a_released_prefix_is_found_again_and_held_pages_are_never_given_away() 
 def test_a_prefix_matches_only_after_the_same_tokens() -> None:
     pool = make_pool()
     store(pool, [1, 2, 3, 4])
-    assert pool.match(UNTAGGED, [9, 9, 3, 4], max_pages=2)[0] == []
-    assert len(pool.match(UNTAGGED, [1, 2, 9, 9], max_pages=2)[0]) == 1
+    assert pool.match(ROOT, [9, 9, 3, 4], max_pages=2)[0] == []
+    assert len(pool.match(ROOT, [1, 2, 9, 9], max_pages=2)[0]) == 1
 
 
 def test_versions_do_not_see_each_others_pages() -> None:
     pool = make_pool()
-    pool.release(store(pool, [1, 2], root_node(3)))
-    assert pool.match(root_node(4), [1, 2], max_pages=1)[0] == []
-    assert len(pool.match(root_node(3), [1, 2], max_pages=1)[0]) == 1
+    pool.release(store(pool, [1, 2], root_node(3, "")))
+    assert pool.match(root_node(4, ""), [1, 2], max_pages=1)[0] == []
+    assert len(pool.match(root_node(3, ""), [1, 2], max_pages=1)[0]) == 1
 
 
 def test_room_is_made_from_the_longest_idle_page_and_from_the_end_of_a_prefix() -> None:
@@ -56,7 +57,7 @@ def test_room_is_made_from_the_longest_idle_page_and_from_the_end_of_a_prefix() 
     pages = store(pool, [1, 2, 3, 4, 5, 6])
     pool.release(pages)
     assert pool.allocate(1) == pages[2:]
-    assert pool.match(UNTAGGED, [1, 2, 3, 4, 5, 6], max_pages=3)[0] == pages[:2]
+    assert pool.match(ROOT, [1, 2, 3, 4, 5, 6], max_pages=3)[0] == pages[:2]
 
 
 def test_equal_pages_computed_twice_keep_one_node() -> None:
@@ -64,9 +65,9 @@ def test_equal_pages_computed_twice_keep_one_node() -> None:
     first, second = pool.allocate(1), pool.allocate(1)
     assert first is not None
     assert second is not None
-    node, new = pool.register(UNTAGGED, (1, 2), first[0])
+    node, new = pool.register(ROOT, (1, 2), first[0])
     assert new
-    assert pool.register(UNTAGGED, (1, 2), second[0]) == (node, False)
+    assert pool.register(ROOT, (1, 2), second[0]) == (node, False)
     pool.release(second)
     assert pool.num_available == 3
 
@@ -76,9 +77,9 @@ def test_forgetting_keeps_what_others_hold() -> None:
     pages = store(pool, [1, 2])
     pool.hold(pages)
     pool.release(pages, forget=True)
-    assert pool.match(UNTAGGED, [1, 2], max_pages=1)[0] == pages
+    assert pool.match(ROOT, [1, 2], max_pages=1)[0] == pages
     pool.release(pages, forget=True)
-    assert pool.match(UNTAGGED, [1, 2], max_pages=1)[0] == []
+    assert pool.match(ROOT, [1, 2], max_pages=1)[0] == []
     assert pool.num_available == pool.num_pages
 
 
@@ -98,7 +99,7 @@ def test_every_page_is_free_idle_or_held_whatever_happens(actions: list[tuple[st
     for kind, seed, length in actions:
         if kind == "take":
             tokens = [(seed * idx) % 3 for idx in range(length)]
-            shared, node = pool.match(UNTAGGED, tokens, max_pages=length // PAGE)
+            shared, node = pool.match(ROOT, tokens, max_pages=length // PAGE)
             pool.hold(shared)
             fresh = pool.allocate(length // PAGE - len(shared))
             if fresh is None:
@@ -114,3 +115,10 @@ def test_every_page_is_free_idle_or_held_whatever_happens(actions: list[tuple[st
         pool.release(pages)
     assert pool.num_available == pool.num_pages
     pool.check()
+
+
+def test_namespaces_never_share_pages() -> None:
+    pool = make_pool()
+    pool.release(store(pool, [1, 2], root_node(None, "tenant a")))
+    assert pool.match(root_node(None, "tenant b"), [1, 2], max_pages=1)[0] == []
+    assert len(pool.match(root_node(None, "tenant a"), [1, 2], max_pages=1)[0]) == 1
