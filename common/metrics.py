@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tensorboardX import SummaryWriter
-
+PHASES = ("warmup", "train", "eval", "checkpoint")
 Scalar = float | int | str | bool
 
 TIME_METRICS = ("warmup_s", "rollout_s", "update_s", "publish_s", "checkpoint_s", "eval_s")
@@ -54,7 +53,7 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
 
 
 class RunLog:
-    """Writes rows of one `phase` ("warmup", "train", "eval") at an integer `step` (update or version) each."""
+    """Writes rows of one phase (see PHASES) at an integer `step` each: warm-up update, version, or step of a checkpoint."""
 
     def __init__(self, workdir: Path, *, after: Mapping[str, int]) -> None:
         """Open the log of a workdir, dropping rows that the resumed run will write again.
@@ -62,6 +61,8 @@ class RunLog:
         Args:
             after: for each phase the last step whose row stays; a phase not named starts empty.
         """
+        from tensorboardX import SummaryWriter  # takes seconds where torch is installed, and `--help` needs none of it
+
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / "metrics.jsonl"
         rows = [row for row in read_metrics(self._path) if int(row["step"]) <= after.get(str(row["phase"]), -1)]
@@ -71,7 +72,7 @@ class RunLog:
         self.rows: list[dict[str, Scalar]] = rows
         self._writers = {
             phase: SummaryWriter(str(workdir / "tensorboard" / phase), purge_step=after.get(phase, -1) + 1, flush_secs=10)
-            for phase in ("warmup", "train", "eval")
+            for phase in PHASES
         }
 
     def write(self, phase: str, step: int, values: Mapping[str, Scalar]) -> None:

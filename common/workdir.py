@@ -1,6 +1,7 @@
 """The folder of one run: locked while in use, with the resolved configuration as config.json.
 
-Invariant: two processes never train in one folder at the same time, and the lock goes with its process, however that ends.
+Locking and recording are two calls, so that a run which turns out not to fit the folder leaves its config.json alone. Invariant:
+two processes never train in one folder at the same time, and the lock goes with its process, however that ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.config import Config
+
+CONFIG_FILE = "config.json"
 
 
 def config_json(config: Config) -> str:
@@ -29,27 +32,41 @@ def _changed_fields(old: object, new: object, path: str = "") -> list[str]:
 
 
 @contextlib.contextmanager
-def open_workdir(workdir: Path, config: Config) -> Iterator[Path]:
-    """Make the folder, lock it, write config.json, and say what changed since the run began.
+def open_workdir(workdir: Path) -> Iterator[Path]:
+    """Make the folder if need be and lock it. Nothing else in it is touched.
 
     Raises:
-        ValueError: another process uses the folder, or it cannot be made.
+        ValueError: another process uses the folder, or it cannot be made or written to.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / ".lock").open("w")
     except OSError as error:
-        raise ValueError(f"--workdir={workdir} cannot be made: {error.strerror}; name a folder you may write to") from error
-    with (workdir / ".lock").open("w") as lock:
+        is_file = workdir.exists() and not workdir.is_dir()
+        why = "it is a file" if is_file else f"{error.filename}: {error.strerror}"
+        raise ValueError(f"--workdir={workdir} cannot be used: {why}; name a folder you may write to") from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--workdir={workdir} is in use by another process; wait for it or name another folder") from None
-        path, text = workdir / "config.json", config_json(config)
-        if path.exists():
-            changed = _changed_fields(json.loads(path.read_text()), json.loads(text))
-            if changed:
-                print("Configuration changed since this run began:", *changed, sep="\n  ")
-        temporary = path.with_suffix(".json.tmp")
-        temporary.write_text(text)
-        os.replace(temporary, path)
         yield workdir
+
+
+def record_config(workdir: Path, config: Config) -> list[str]:
+    """Write config.json whole or not at all, and return what differs from the one that was there.
+
+    Raises:
+        ValueError: the one that is there cannot be read.
+    """
+    path, text = workdir / CONFIG_FILE, config_json(config)
+    changed: list[str] = []
+    if path.exists():
+        try:
+            changed = _changed_fields(json.loads(path.read_text()), json.loads(text))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); remove it, it only serves to show what changed") from error
+    temporary = path.with_suffix(".json.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+    return changed

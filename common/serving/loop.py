@@ -114,8 +114,11 @@ class EngineLoop(Generic[WeightsT]):
                 plan = self.engine.plan(self._limits)
                 if plan is None:
                     if self._futures:
-                        load = self.engine.load()
-                        raise RuntimeError(f"the engine plans nothing while {len(self._futures)} requests wait: {load}")
+                        raise ValueError(
+                            f"no step of at most max_step_tokens={self._limits.max_tokens} can hold any of the "
+                            f"{len(self._futures)} requests that wait, the engine plans nothing ({self.engine.load()}); raise "
+                            "sampler.max_step_tokens to the longest prompt at least"
+                        )
                     self._arrived.clear()
                     await self._arrived.wait()
                     continue
