@@ -58,7 +58,7 @@ def _linear(x: Float[Array, "... I"], weight: Float[Array, "O I"]) -> Float[Arra
     return jnp.einsum("...i,oi->...o", x, weight)
 
 
-def _attend_block(q: Array, k: Array, v: Array, first_query_idx: Array | int) -> Array:
+def attend_block(q: Array, k: Array, v: Array, first_query_idx: Array | int) -> Array:
     """Queries [B Q K G d] at first_query_idx, first_query_idx + 1, ... over all keys [B T K d] up to their own."""
     scores = jnp.einsum("bqkgd,btkd->bkgqt", q, k, preferred_element_type=jnp.float32) * (q.shape[-1] ** -0.5)
     query_idx = first_query_idx + jnp.arange(q.shape[1])
@@ -79,7 +79,7 @@ def causal_attention(
     num_kv_heads = k.shape[2]
     q = q.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if length <= ATTENTION_QUERY_CHUNK:
-        return _attend_block(q, k, v, 0).reshape(batch, length, num_heads, head_dim)
+        return attend_block(q, k, v, 0).reshape(batch, length, num_heads, head_dim)
     num_chunks = -(-length // ATTENTION_QUERY_CHUNK)
     padded_length = num_chunks * ATTENTION_QUERY_CHUNK
     q = jnp.pad(q, ((0, 0), (0, padded_length - length), (0, 0), (0, 0), (0, 0)))
@@ -88,10 +88,18 @@ def causal_attention(
     @jax.checkpoint
     def attend_chunk(inputs: tuple[Array, Array]) -> Array:
         chunk, first_query_idx = inputs
-        return _attend_block(chunk, k, v, first_query_idx)
+        return attend_block(chunk, k, v, first_query_idx)
 
     out = jax.lax.map(attend_chunk, (chunks, jnp.arange(num_chunks) * ATTENTION_QUERY_CHUNK))
     return jnp.moveaxis(out, 0, 1).reshape(batch, padded_length, num_heads, head_dim)[:, :length]
+
+
+def shard_residual(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Between layers cut time over the tensor axis too, so that what remat keeps is divided by all devices.
+
+    Sequence parallelism, arXiv 2205.05198, section 4.2.2: the same traffic as whole activations, in two halves.
+    """
+    return constrain(x, FSDP_AXIS, TENSOR_AXIS, None)
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, dtype: jnp.dtype) -> nnx.Param:
@@ -155,7 +163,7 @@ class Layer(nnx.Module):
         """The residual stream after this layer."""
         x = x + self.attention(rms_norm(x, self.input_norm[...], self.eps), rope, layer_idx, attend)
         x = x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps))
-        return constrain(x, FSDP_AXIS, None, None)
+        return shard_residual(x)
 
 
 class Qwen3(nnx.Module):
@@ -181,7 +189,7 @@ class Qwen3(nnx.Module):
             remat: recompute each layer in the backward pass; `attend` must then be free of side effects.
         """
         rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
-        x = constrain(self.embed_tokens[...][token_ids], FSDP_AXIS, None, None)
+        x = shard_residual(self.embed_tokens[...][token_ids])
         for layer_idx, layer in enumerate(self.layers):
 
             def run(x: Array, layer: Layer = layer, layer_idx: int = layer_idx) -> Array:
@@ -245,12 +253,12 @@ def sequence_logprobs(
 
 
 @jax.custom_vjp
-def _round_to_bfloat16(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+def round_to_bfloat16(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
     # Not a pair of casts: XLA may drop those as excess precision, and training would see weights that were never published.
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
-_round_to_bfloat16.defvjp(lambda x: (_round_to_bfloat16(x), None), lambda _, gradient: (gradient,))
+round_to_bfloat16.defvjp(lambda x: (round_to_bfloat16(x), None), lambda _, gradient: (gradient,))
 
 
 def cast_weights(params: nnx.State, *, weights_dtype: str | jnp.dtype, compute_dtype: str | jnp.dtype) -> nnx.State:
@@ -261,7 +269,7 @@ def cast_weights(params: nnx.State, *, weights_dtype: str | jnp.dtype, compute_d
     rounds = np.dtype(weights_dtype) == jnp.bfloat16
 
     def cast(value: Array) -> Array:
-        return (_round_to_bfloat16(value) if rounds else value).astype(compute_dtype)
+        return (round_to_bfloat16(value) if rounds else value).astype(compute_dtype)
 
     return jax.tree.map(cast, params)
 
