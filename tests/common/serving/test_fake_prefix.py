@@ -15,22 +15,23 @@ VOCAB_SIZE = 40
 
 def test_a_match_ends_where_contexts_part() -> None:
     store = PrefixStore()
-    store.put(extend_context(EMPTY_CONTEXT, [1, 2, 3, 4]))
-    assert store.match(extend_context(EMPTY_CONTEXT, [1, 2, 3, 4, 5])) == 4
-    assert store.match(extend_context(EMPTY_CONTEXT, [1, 2, 9, 4])) == 2
-    assert store.match(extend_context(EMPTY_CONTEXT, [2, 3, 4])) == 0
+    store.put("a", extend_context(EMPTY_CONTEXT, [1, 2, 3, 4]))
+    assert store.match("a", extend_context(EMPTY_CONTEXT, [1, 2, 3, 4, 5])) == 4
+    assert store.match("a", extend_context(EMPTY_CONTEXT, [1, 2, 9, 4])) == 2
+    assert store.match("a", extend_context(EMPTY_CONTEXT, [2, 3, 4])) == 0
+    assert store.match("b", extend_context(EMPTY_CONTEXT, [1, 2, 3, 4])) == 0
 
 
 def test_the_oldest_goes_first_and_a_context_from_its_end() -> None:
     store = PrefixStore()
     old, new = extend_context(EMPTY_CONTEXT, [1, 2, 3]), extend_context(EMPTY_CONTEXT, [7, 8])
-    store.put(old)
-    store.put(new)
+    store.put("a", old)
+    store.put("a", new)
     assert store.give_up(2) == 2
-    assert (store.match(old), store.match(new)) == (1, 2)
-    store.put(old[:1])
+    assert (store.match("a", old), store.match("a", new)) == (1, 2)
+    store.put("a", old[:1])
     assert store.give_up(2) == 2
-    assert (store.match(old), store.match(new)) == (1, 0)
+    assert (store.match("a", old), store.match("a", new)) == (1, 0)
     assert store.give_up(5) == 1
     assert store.give_up(-3) == 0
 
