@@ -1,6 +1,7 @@
 """Qwen3 against transformers' Qwen3ForCausalLM, and the properties that training relies on."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from transformers import Qwen3ForCausalLM
 
 from common.config import MeshConfig
-from rose_jax.export import named_tensors, params_from_named, save_checkpoint
-from rose_jax.mesh import make_mesh, place_batch, tensor_shardings
+from rose_jax.export import params_from_named, save_checkpoint
+from rose_jax.mesh import make_mesh, param_shardings, place_batch, tensor_shardings
 from rose_jax.models import qwen3
 from rose_jax.models.checkpoint_table import hf_name, tensor_entries
 from rose_jax.models.qwen3 import (
@@ -50,67 +51,66 @@ SHAPES = {
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 24), dtype=np.int32)
 
 
-def new_model(config: Qwen3Config, **options: object) -> Qwen3:
-    return create_model(config, seed=3, **{"embedding_init_std": 0.125, **options})
-
-
-def with_uneven_norms(model: Qwen3) -> Qwen3:
-    """New norms are all ones, which would hide a norm that is left out or mixed up."""
+@functools.cache
+def new_params(config: Qwen3Config) -> nnx.State:
+    """Random weights drawn without a compiler. Norms too: new ones are all 1, which would hide one that is left out or mixed up."""
     rng = np.random.default_rng(5)
-    uneven = {
-        name: tensor if tensor.ndim > 1 else jnp.asarray(rng.uniform(0.5, 1.5, tensor.shape), tensor.dtype)
-        for name, tensor in named_tensors(nnx.state(model))
+    named = {
+        entry.hf_name: rng.normal(size=entry.shape) / np.sqrt(entry.shape[-1])
+        if len(entry.shape) > 1
+        else rng.uniform(0.5, 1.5, entry.shape)
+        for entry in tensor_entries(config)
     }
-    nnx.update(model, params_from_named(model.config, uneven))
-    return model
+    return params_from_named(config, {name: array.astype(np.float32) for name, array in named.items()})
 
 
-@jax.jit
-def all_logits(params: nnx.State, graph: nnx.GraphDef, token_ids: jax.Array) -> jax.Array:
-    model = nnx.merge(graph, params)
+def as_model(config: Qwen3Config, params: nnx.State) -> Qwen3:
+    return nnx.merge(nnx.graphdef(abstract_model(config)), params)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def forward(config: Qwen3Config, params: nnx.State, token_ids: jax.Array, temperature: float = 1.0) -> dict[str, jax.Array]:
+    model = as_model(config, params)
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    return model.logits(model(token_ids, positions, causal_attention))
-
-
-def logits_of(model: Qwen3, token_ids: np.ndarray) -> np.ndarray:
-    graph, params = nnx.split(model)
-    return np.asarray(all_logits(params, graph, token_ids))
+    logits = model.logits(model(token_ids, positions, causal_attention))
+    logprobs, entropies = sequence_logprobs(model, token_ids, temperature=temperature, chunk_tokens=8 * 9, remat=False)
+    return {"logits": logits, "logprobs": logprobs, "entropies": entropies}
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_logits_and_logprobs_equal_transformers(tmp_path: Path, config: Qwen3Config) -> None:
-    model = with_uneven_norms(new_model(config))
-    save_checkpoint(tmp_path / "model", nnx.state(model), config, dtype="float32")
+    save_checkpoint(tmp_path / "model", new_params(config), config, dtype="float32")
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     with torch.no_grad():
         expected = theirs(torch.from_numpy(TOKENS).long()).logits
-    np.testing.assert_allclose(logits_of(model, TOKENS), expected.numpy(), atol=1e-4, rtol=0)
-    log_softmax = torch.log_softmax(expected[:, :-1].double(), dim=-1).numpy()
-    logprobs, entropies = sequence_logprobs(model, TOKENS, chunk_tokens=1000, remat=False)
-    chosen = np.take_along_axis(log_softmax, TOKENS[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(logprobs[:, 1:], chosen, atol=1e-4, rtol=0)
-    np.testing.assert_allclose(entropies[:, 1:], -(np.exp(log_softmax) * log_softmax).sum(-1), atol=1e-4, rtol=0)
-    assert not np.any(logprobs[:, 0])
-    assert not np.any(entropies[:, 0])
+    for temperature in (1.0, 0.7):
+        ours = forward(config, new_params(config), TOKENS, temperature)
+        np.testing.assert_allclose(ours["logits"], expected.numpy(), atol=1e-4, rtol=0)
+        log_softmax = torch.log_softmax(expected[:, :-1].double() / temperature, dim=-1).numpy()
+        chosen = np.take_along_axis(log_softmax, TOKENS[:, 1:, None], axis=-1)[..., 0]
+        np.testing.assert_allclose(ours["logprobs"][:, 1:], chosen, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(ours["entropies"][:, 1:], -(np.exp(log_softmax) * log_softmax).sum(-1), atol=1e-4, rtol=0)
+        assert not np.any(ours["logprobs"][:, 0])
+        assert not np.any(ours["entropies"][:, 0])
 
 
-def test_temperature_divides_the_logits() -> None:
-    model = new_model(TINY)
-    log_softmax = jax.nn.log_softmax(logits_of(model, TOKENS)[:, :-1] / 0.7)
-    logprobs, _ = sequence_logprobs(model, TOKENS, temperature=0.7, chunk_tokens=1000, remat=False)
-    np.testing.assert_allclose(logprobs[:, 1:], np.take_along_axis(log_softmax, TOKENS[:, 1:, None], axis=-1)[..., 0], atol=1e-5)
+def value_and_grads(
+    config: Qwen3Config, params: nnx.State, tokens: np.ndarray | jax.Array, *, chunk_tokens: int, remat: bool
+) -> tuple[dict[str, jax.Array], nnx.State]:
+    weights = np.random.default_rng(1).normal(size=tokens.shape).astype(np.float32) / tokens.size
 
-
-def value_and_grads(model: Qwen3, *, chunk_tokens: int, remat: bool, tokens: np.ndarray = TOKENS) -> tuple[dict, nnx.State]:
-    graph, params = nnx.split(model)
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=tokens.shape) / tokens.size, jnp.float32)
-
-    def loss(params: nnx.State, token_ids: jax.Array) -> tuple[jax.Array, dict]:
-        logprobs, entropies = sequence_logprobs(nnx.merge(graph, params), token_ids, chunk_tokens=chunk_tokens, remat=remat)
+    def loss(params: nnx.State, token_ids: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        model = as_model(config, params)
+        logprobs, entropies = sequence_logprobs(model, token_ids, chunk_tokens=chunk_tokens, remat=remat)
         return jnp.sum(logprobs * weights) + 0.1 * jnp.mean(entropies), {"logprobs": logprobs, "entropies": entropies}
 
     grads, values = jax.jit(jax.grad(loss, has_aux=True))(params, tokens)
     return values, grads
+
+
+@functools.cache
+def on_one_device(config: Qwen3Config) -> tuple[dict[str, jax.Array], nnx.State]:
+    return value_and_grads(config, new_params(config), TOKENS, chunk_tokens=40, remat=True)
 
 
 def assert_close(left: object, right: object, *, atol: float) -> None:
@@ -118,14 +118,16 @@ def assert_close(left: object, right: object, *, atol: float) -> None:
 
 
 def test_chunks_and_remat_change_neither_values_nor_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = new_model(SHAPES["untied"])
-    values, grads = value_and_grads(model, chunk_tokens=1000, remat=False)
+    config = SHAPES["untied"]
+    values, grads = on_one_device(config)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 1e-3
+    whole_values, whole_grads = value_and_grads(config, new_params(config), TOKENS, chunk_tokens=1000, remat=False)
+    assert_close(whole_values, values, atol=1e-5)
+    assert_close(whole_grads, grads, atol=1e-6)
     monkeypatch.setattr(qwen3, "ATTENTION_QUERY_CHUNK", 7)  # does not divide 24
-    for chunk_tokens, remat in ((8 * 5, True), (1, False)):
-        chunked_values, chunked_grads = value_and_grads(model, chunk_tokens=chunk_tokens, remat=remat)
-        assert_close(chunked_values, values, atol=1e-5)
-        assert_close(chunked_grads, grads, atol=1e-6)
+    cut_values, cut_grads = value_and_grads(config, new_params(config), TOKENS, chunk_tokens=1, remat=False)
+    assert_close(cut_values, values, atol=1e-5)
+    assert_close(cut_grads, grads, atol=1e-6)
 
 
 def live_bytes(text: str, *, min_elements: int) -> list[str]:
@@ -152,30 +154,38 @@ def test_no_array_of_vocabulary_times_time_or_time_squared_is_ever_made(monkeypa
 
 
 def test_a_token_never_sees_what_comes_after_it() -> None:
-    model = new_model(TINY)
     changed = TOKENS.copy()
     changed[:, 15:] = 1
-    np.testing.assert_array_equal(logits_of(model, TOKENS)[:, :15], logits_of(model, changed)[:, :15])
+    before, after = (forward(TINY, new_params(TINY), tokens)["logits"][:, :15] for tokens in (TOKENS, changed))
+    np.testing.assert_array_equal(before, after)
 
 
 def test_attending_through_a_cache_token_by_token_equals_the_whole_sequence() -> None:
-    model = with_uneven_norms(new_model(TINY))
-    caches: list[tuple[jax.Array, jax.Array]] = [(jnp.zeros((8, 0, 4, 16)),) * 2] * 2
+    @jax.jit
+    def step(token_ids: jax.Array, position: jax.Array, caches: list) -> tuple[jax.Array, list]:
+        caches = list(caches)
 
-    def attend(layer_idx: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        keys, values = (jnp.concatenate(pair, axis=1) for pair in zip(caches[layer_idx], (k, v), strict=True))
-        caches[layer_idx] = (keys, values)
-        return qwen3.attend_block(q.reshape(8, 1, 4, 2, 16), keys, values, keys.shape[1] - 1).reshape(q.shape)
+        def attend(layer_idx: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(cache, new, position, axis=1)
+                for cache, new in zip(caches[layer_idx], (k, v), strict=True)
+            )
+            caches[layer_idx] = (keys, values)
+            return qwen3.attend_block(q.reshape(8, 1, 4, 2, 16), keys, values, position).reshape(q.shape)
 
+        model = as_model(TINY, new_params(TINY))
+        return model.logits(model(token_ids, jnp.full((8, 1), position), attend)), caches
+
+    caches = [(jnp.zeros((8, 6, 4, 16)),) * 2] * 2
     steps = []
     for position in range(6):
-        hidden = model(jnp.asarray(TOKENS[:, position : position + 1]), jnp.full((8, 1), position), attend)
-        steps.append(model.logits(hidden))
-    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), logits_of(model, TOKENS)[:, :6], atol=1e-5)
+        logits, caches = step(TOKENS[:, position : position + 1], position, caches)
+        steps.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), forward(TINY, new_params(TINY), TOKENS)["logits"][:, :6], atol=1e-5)
 
 
 def test_cast_weights_shows_the_published_values_and_passes_gradients_straight_through() -> None:
-    params = nnx.state(new_model(TINY))
+    params = new_params(TINY)
 
     @jax.jit
     def cast(params: nnx.State) -> nnx.State:
@@ -208,13 +218,12 @@ def test_rounding_equals_numpys_bfloat16_bit_for_bit(value: float) -> None:
 
 
 def test_the_model_computes_in_the_dtype_of_its_parameters() -> None:
-    model = new_model(TINY)
-    graph, params = nnx.split(model)
-    half = nnx.merge(graph, cast_weights(params, weights_dtype="bfloat16", compute_dtype="bfloat16"))
-    hidden = half(TOKENS, jnp.broadcast_to(jnp.arange(24), TOKENS.shape), causal_attention)
+    half = cast_weights(new_params(TINY), weights_dtype="bfloat16", compute_dtype="bfloat16")
+    hidden = jax.eval_shape(lambda: as_model(TINY, half)(TOKENS, TOKENS, causal_attention))
     assert hidden.dtype == jnp.bfloat16
-    assert half.logits(hidden).dtype == jnp.float32
-    np.testing.assert_allclose(logits_of(half, TOKENS), logits_of(model, TOKENS), atol=0.15)
+    logits = forward(TINY, half, TOKENS)["logits"]
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, forward(TINY, new_params(TINY), TOKENS)["logits"], atol=0.15)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -227,28 +236,28 @@ def test_table_and_model_name_the_same_parameters_and_shapes(tied: bool) -> None
 
 def test_new_weights_depend_on_the_seed_alone_and_are_made_in_their_shards() -> None:
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
-    plain, sharded = new_model(TINY), new_model(TINY, mesh=mesh)
+    config = dataclasses.replace(TINY, num_layers=1)
+    plain, sharded = (create_model(config, seed=3, embedding_init_std=0.125, mesh=where) for where in (None, mesh))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(plain), nnx.state(sharded))
-    shardings = tensor_shardings(TINY, mesh)
+    shardings = tensor_shardings(config, mesh)
     for path, variable in nnx.to_flat_state(nnx.state(sharded)):
         assert variable[...].sharding.is_equivalent_to(shardings[path], variable[...].ndim), path
-    other = create_model(TINY, seed=4, embedding_init_std=0.125)
+    other = create_model(config, seed=4, embedding_init_std=0.125)
     assert not np.array_equal(other.embed_tokens[...], plain.embed_tokens[...])
     assert float(jnp.std(plain.embed_tokens[...])) == pytest.approx(0.125, rel=0.05)
 
 
-@pytest.fixture(scope="module")
-def on_one_device() -> dict[str, tuple[dict, nnx.State]]:
-    return {name: value_and_grads(new_model(SHAPES[name]), chunk_tokens=40, remat=True) for name in ("tied", "untied")}
+MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]
+CASES = [("untied", *mesh) for mesh in MESHES] + [pytest.param("tied", *mesh, marks=pytest.mark.slow) for mesh in MESHES]
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_a_mesh_of_eight_devices_gives_what_one_gives(on_one_device: dict, name: str, fsdp: int, tensor: int) -> None:
+@pytest.mark.parametrize(("name", "fsdp", "tensor"), CASES)
+def test_a_mesh_of_eight_devices_gives_what_one_gives(name: str, fsdp: int, tensor: int) -> None:
+    config = SHAPES[name]
     mesh = make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor))
-    model = new_model(SHAPES[name], mesh=mesh)
-    values, grads = on_one_device[name]
+    params = jax.device_put(new_params(config), param_shardings(config, new_params(config), mesh))
+    values, grads = on_one_device(config)
     with jax.set_mesh(mesh):
-        mesh_values, mesh_grads = value_and_grads(model, chunk_tokens=40, remat=True, tokens=place_batch(TOKENS, mesh))
+        mesh_values, mesh_grads = value_and_grads(config, params, place_batch(TOKENS, mesh), chunk_tokens=40, remat=True)
     assert_close(mesh_values, values, atol=1e-5)
     assert_close(mesh_grads, grads, atol=1e-6)
