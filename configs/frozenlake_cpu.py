@@ -11,6 +11,7 @@ from common.config import Config
 def get_config() -> Config:
     config = Config()
     config.num_versions = 60
+    config.optim.schedule = "cosine"
     config.warmup.random_action_share = 0.4
     # 24 tokens show the grid, 7 go to each of at most 12 turns; up to 3 more a turn when the agent babbles.
     config.sampler.max_context_tokens = 160

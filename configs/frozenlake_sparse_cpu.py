@@ -13,6 +13,7 @@ def get_config() -> Config:
     config = frozenlake_cpu.get_config()
     config.num_versions = 150
     config.optim.lr = 1e-5
+    config.optim.schedule = "constant"
     config.grpo.num_minibatches = 1
     config.checkpoint.interval = 25
     return config
