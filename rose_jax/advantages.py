@@ -51,11 +51,6 @@ def usable_trajectories(group: Group) -> tuple[Trajectory, ...]:
     return usable if len(usable) >= 2 else ()
 
 
-def has_contrast(group: Group) -> bool:
-    """Whether the usable trajectories of a group have different rewards, so that it says anything at all."""
-    return len({trajectory.reward for trajectory in usable_trajectories(group)}) > 1
-
-
 def score_groups(groups: Iterable[Group], *, normalize_std: bool) -> list[ScoredTrajectory]:
     """The usable trajectories of all groups with their advantages, in order."""
     scored: list[ScoredTrajectory] = []

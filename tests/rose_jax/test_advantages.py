@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.types import EpisodeEnd, Group
-from rose_jax.advantages import group_advantages, has_contrast, score_groups
+from rose_jax.advantages import group_advantages, score_groups
 from tests.rose_jax.training_data import TASK, trajectory
 
 
@@ -52,10 +52,3 @@ def test_failed_trajectories_are_left_out_and_survivors_scored_against_each_othe
 
 def test_a_lone_survivor_is_not_scored() -> None:
     assert score_groups([_group(1.0, 0.0, failed=(0,))], normalize_std=True) == []
-
-
-def test_contrast_looks_at_usable_trajectories_only() -> None:
-    assert has_contrast(_group(1.0, 0.0))
-    assert not has_contrast(_group(1.0, 1.0))
-    assert not has_contrast(_group(1.0, 0.0, 0.0, failed=(0,)))
-    assert not has_contrast(_group(1.0, 0.0, failed=(0,)))
