@@ -16,9 +16,9 @@ from common.transfer.shards import Strided, TensorLayout, strided
 
 PIECE_WORDS = 1 << 17
 """1 MiB of either version is compared at a time: the result stays in cache until it is read."""
-DENSE_SHARE = 0.5
+DENSE_SHARE = 0.25
 """Above this share of differing words the second look costs more than comparing elements at once."""
-_PROBES = 64
+_PROBES = 16
 _PROBE_ELEMENTS = 256
 
 

@@ -19,7 +19,7 @@ import dataclasses
 import enum
 
 import numpy as np
-from jaxtyping import Shaped, UInt8, UInt32
+from jaxtyping import Bool, Shaped, UInt8, UInt32
 
 from common.transfer.errors import MalformedUpdateError
 from common.transfer.streams import StreamReader, StreamWriter
@@ -46,20 +46,33 @@ def encode_changes(
     local: UInt32[np.ndarray, "n"], old: Shaped[np.ndarray, "n"], new: Shaped[np.ndarray, "n"], num_elements: int
 ) -> Parts:
     """Encode n > 0 changed elements of a run; positions are sorted. The parts share no memory with the arguments."""
+    if len(local) > MASK_SHARE * num_elements:
+        mask = np.zeros(num_elements, bool)
+        mask[local] = True
+        return _encode_masked(mask, new - old)
     writer = StreamWriter()
-    count = len(local)
-    if count > MASK_SHARE * num_elements:
-        writer.number(Coding.MASK)
-        writer.number(count)
-        if count < num_elements:
-            mask = np.zeros(num_elements, bool)
-            mask[local] = True
-            writer.stream(np.packbits(mask), compress=not 0.35 < count / num_elements < 0.65)
-    else:
-        writer.number(Coding.GAPS)
-        writer.number(count)
-        _write_gaps(writer, local, num_elements)
-    _write_differences(writer, old, new)
+    writer.number(Coding.GAPS)
+    writer.number(len(local))
+    _write_gaps(writer, local, num_elements)
+    _write_differences(writer, new - old)
+    return writer.parts()
+
+
+def encode_dense_changes(old: Shaped[np.ndarray, "n"], new: Shaped[np.ndarray, "n"]) -> tuple[Parts, int]:
+    """Encode a run many of whose elements changed, given all of them, and count the changed ones (0: no parts). No positions are
+    made: several times faster than by way of find_changes."""
+    mask = old != new
+    changed = mask.nonzero()[0]  # indexing by positions is four times as fast as by the mask itself
+    return (_encode_masked(mask, (new - old).take(changed)), len(changed)) if len(changed) else ([], 0)
+
+
+def _encode_masked(mask: Bool[np.ndarray, "n"], steps: Shaped[np.ndarray, "k"]) -> Parts:
+    writer = StreamWriter()
+    writer.number(Coding.MASK)
+    writer.number(len(steps))
+    if len(steps) < len(mask):
+        writer.stream(np.packbits(mask), compress=not 0.35 < len(steps) / len(mask) < 0.65)
+    _write_differences(writer, steps)
     return writer.parts()
 
 
@@ -79,11 +92,12 @@ def encode_whole(bits: Shaped[np.ndarray, "n"], *, compress: bool) -> Parts:
 
 @dataclasses.dataclass(frozen=True)
 class DecodedRun:
-    """What a run's payload says: all `values`, or changed positions `local` with the differences `steps` to the bits held now."""
+    """What a run's payload says: all `values`; or differences `steps` to the bits held now, at n sorted positions `local`, or one
+    for each element where many changed."""
 
-    values: Shaped[np.ndarray, "N"] | None
-    local: UInt32[np.ndarray, "n"] | None
-    steps: Shaped[np.ndarray, "n"] | None
+    values: Shaped[np.ndarray, "N"] | None = None
+    local: UInt32[np.ndarray, "n"] | None = None
+    steps: Shaped[np.ndarray, "n"] | None = None
 
 
 def decode_run(payload: memoryview, num_elements: int, bits_dtype: np.dtype) -> DecodedRun:
@@ -98,7 +112,7 @@ def decode_run(payload: memoryview, num_elements: int, bits_dtype: np.dtype) -> 
     if coding == Coding.WHOLE:
         values = _read_whole(reader, num_elements, bits_dtype)
         reader.end()
-        return DecodedRun(values, None, None)
+        return DecodedRun(values=values)
     if coding not in (Coding.GAPS, Coding.MASK):
         raise MalformedUpdateError(f"unknown coding {coding}")
     count = reader.number(at_most=num_elements)
@@ -106,16 +120,21 @@ def decode_run(payload: memoryview, num_elements: int, bits_dtype: np.dtype) -> 
         raise MalformedUpdateError("a run without changes has no payload at all")
     if coding == Coding.GAPS:
         local = _read_gaps(reader, count, num_elements)
-    elif count == num_elements:
-        local = np.arange(num_elements, dtype=np.uint32)
-    else:
-        mask = np.unpackbits(_exactly(reader, -(-num_elements // 8)), count=num_elements)
-        local = mask.view(bool).nonzero()[0].astype(np.uint32)
-        if len(local) != count:
-            raise MalformedUpdateError(f"a mask marks {len(local)} elements, {count} were announced")
+        steps = _read_differences(reader, count, bits_dtype)
+        reader.end()
+        return DecodedRun(local=local, steps=steps)
+    changed = None
+    if count < num_elements:
+        changed = np.unpackbits(_exactly(reader, -(-num_elements // 8)), count=num_elements).view(bool).nonzero()[0]
+        if len(changed) != count:
+            raise MalformedUpdateError(f"a mask marks {len(changed)} elements, {count} were announced")
     steps = _read_differences(reader, count, bits_dtype)
     reader.end()
-    return DecodedRun(None, local, steps)
+    if changed is None:
+        return DecodedRun(steps=steps)
+    every_step = np.zeros(num_elements, bits_dtype)
+    every_step[changed] = steps
+    return DecodedRun(steps=every_step)
 
 
 def _exactly(reader: StreamReader, num_bytes: int) -> UInt8[np.ndarray, "n"]:
@@ -169,20 +188,20 @@ def _read_gaps(reader: StreamReader, count: int, num_elements: int) -> UInt32[np
     return local.astype(np.uint32)
 
 
-def _write_differences(writer: StreamWriter, old: Shaped[np.ndarray, "n"], new: Shaped[np.ndarray, "n"]) -> None:
-    signed = (new - old).view(f"i{old.itemsize}")
+def _write_differences(writer: StreamWriter, steps: Shaped[np.ndarray, "n"]) -> None:
+    signed = steps.view(f"i{steps.itemsize}")
     writer.stream(np.packbits(signed < 0), compress=False)
-    beyond_one = np.abs(signed).view(old.dtype)  # the most negative number is its own absolute value, which is right unsigned
-    beyond_one -= old.dtype.type(1)
+    beyond_one = np.abs(signed).view(steps.dtype)  # the most negative number is its own absolute value, which is right unsigned
+    beyond_one -= steps.dtype.type(1)
     larger = beyond_one != 0
     num_larger = int(np.count_nonzero(larger))
     if num_larger == 0:
         writer.number(0)
         return
-    if num_larger <= RARE_SHARE * len(old):
+    if num_larger <= RARE_SHARE * len(steps):
         writer.number(num_larger << 1 | 1)
         writer.stream(np.packbits(larger))
-        beyond_one = beyond_one[larger] - old.dtype.type(1)
+        beyond_one = beyond_one.take(larger.nonzero()[0]) - steps.dtype.type(1)
     else:
         writer.number(num_larger << 1)
     for plane in _byte_planes(beyond_one):
@@ -190,20 +209,23 @@ def _write_differences(writer: StreamWriter, old: Shaped[np.ndarray, "n"], new: 
 
 
 def _read_differences(reader: StreamReader, count: int, bits_dtype: np.dtype) -> Shaped[np.ndarray, "n"]:
-    negative = np.unpackbits(_exactly(reader, -(-count // 8)), count=count).view(bool)
+    flip = np.unpackbits(_exactly(reader, -(-count // 8)), count=count).astype(bits_dtype)
     kind = reader.number(at_most=count << 1 | 1)
     num_larger, rare = kind >> 1, kind & 1
     if num_larger == 0:
         steps = np.ones(count, bits_dtype)
     elif rare:
-        larger = np.unpackbits(_exactly(reader, -(-count // 8)), count=count).view(bool)
-        if np.count_nonzero(larger) != num_larger:
-            raise MalformedUpdateError(f"a mask of magnitudes does not mark the {num_larger} announced")
+        larger = np.unpackbits(_exactly(reader, -(-count // 8)), count=count).view(bool).nonzero()[0]
+        if len(larger) != num_larger:
+            raise MalformedUpdateError(f"a mask of magnitudes marks {len(larger)}, {num_larger} were announced")
         steps = np.ones(count, bits_dtype)
         steps[larger] = _read_planes(reader, num_larger, bits_dtype, empty_is_zero=True) + bits_dtype.type(2)
     else:
         steps = _read_planes(reader, count, bits_dtype, empty_is_zero=True) + bits_dtype.type(1)
-    return np.negative(steps, out=steps, where=negative)
+    np.negative(flip, out=flip)  # all ones where the step is down: x ^ ~0 - ~0 is -x, without a branch
+    steps ^= flip
+    steps -= flip
+    return steps
 
 
 def _byte_planes(bits: Shaped[np.ndarray, "n"]) -> list[UInt8[np.ndarray, "n"]]:

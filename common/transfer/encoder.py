@@ -17,20 +17,25 @@ from common.transfer.shards import TensorLayout
 
 # Seconds on one core (numpy 2.4, AVX-512 server): they steer a choice, so a factor of two does not matter.
 COMPARE_S_PER_BYTE = 0.3e-9
-CHANGE_S = 30e-9
+CHANGE_S = 50e-9
 """Per changed element, on either side: encode or decode, fingerprint, gather or scatter."""
+DENSE_CHANGES_S = 10e-9
+"""Per element of a run that is encoded without positions."""
 PLAIN_S_PER_BYTE = 0.6e-9
 """Fingerprint, checksum and copies of plain values, on either side."""
 COMPRESS_S_PER_BYTE = 3e-9
 COMPRESSED_SHARE = 0.75
 """Byte planes of trained bfloat16 weights, by zstd."""
+DENSE_SHARE = 0.2
+"""Share of changed elements from which on a run is encoded without positions."""
 TRY_WHOLE_SHARE = 0.6
 """Encoded changes larger than this share of the dense size are compared with the compressed values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedRun:
-    """One run ready for its bucket. `changes` is None where all values travel; `num_changed` then counts every element."""
+    """One run ready for its bucket. `changes` is None where no positions were made; `num_changed` counts every element of a run
+    that travels whole without having been compared."""
 
     parts: delta.Parts
     fingerprint: int
@@ -47,18 +52,25 @@ def encode_run(
     link_gbit_s: float | None,
 ) -> EncodedRun | None:
     """What changed in a run between two versions of its tensor, or None if nothing did. Parts may share the memory of `new`."""
-    num_elements = sum(box.num_elements for box in tensor.run(run_idx))
-    if link_gbit_s is not None and _plain_is_faster(estimate_density(tensor, run_idx, old, new), old.itemsize, link_gbit_s):
+    density = estimate_density(tensor, run_idx, old, new)
+    if link_gbit_s is not None and _plain_is_faster(density, old.itemsize, link_gbit_s):
         return encode_whole_run(tensor, run_idx, new, None, link_gbit_s)
-    changes = find_changes(tensor, run_idx, old, new)
-    num_changed = len(changes.local)
+    num_elements = sum(box.num_elements for box in tensor.run(run_idx))
+    changes: Changes | None = None
+    if density > DENSE_SHARE:
+        values = gather_run(tensor, run_idx, new)
+        parts, num_changed = delta.encode_dense_changes(gather_run(tensor, run_idx, old), values)
+        print_ = fingerprint_run(tensor, run_idx, values)
+    else:
+        changes = find_changes(tensor, run_idx, old, new)
+        num_changed = len(changes.local)
+        change = fingerprint.of_change(changes.flat, changes.old, changes.new, tensor.row_elements)
+        print_ = fingerprint.add(old_fingerprint, change)
+        parts = delta.encode_changes(changes.local, changes.old, changes.new, num_elements) if num_changed else []
     if num_changed == 0:
         return None
-    change = fingerprint.of_change(changes.flat, changes.old, changes.new, tensor.row_elements)
-    print_ = fingerprint.add(old_fingerprint, change)
-    parts = delta.encode_changes(changes.local, changes.old, changes.new, num_elements)
-    size, dense_bytes = sum(map(len, parts)), num_elements * old.itemsize
-    if size > TRY_WHOLE_SHARE * dense_bytes:
+    size = sum(map(len, parts))
+    if size > TRY_WHOLE_SHARE * num_elements * old.itemsize:
         whole = encode_whole_run(tensor, run_idx, new, print_, None)
         if sum(map(len, whole.parts)) < size:
             return dataclasses.replace(whole, num_changed=num_changed)
@@ -90,5 +102,6 @@ def _plain_is_faster(density: float, item_bytes: int, link_gbit_s: float) -> boo
     """Seconds per dense byte of the slowest stage, for plain values and for changes."""
     wire_s = 8e-9 / link_gbit_s
     entropy_share = min(1.0, density * (12 - 6 * density) / (8 * item_bytes))  # close enough from 0.1 % to 100 %
-    changes_s = COMPARE_S_PER_BYTE + density * CHANGE_S / item_bytes
+    change_s = DENSE_CHANGES_S if density > DENSE_SHARE else density * CHANGE_S
+    changes_s = COMPARE_S_PER_BYTE + change_s / item_bytes
     return max(PLAIN_S_PER_BYTE, wire_s) < max(changes_s, wire_s * entropy_share)

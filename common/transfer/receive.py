@@ -11,6 +11,8 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from common.transfer import fingerprint
 from common.transfer.bits import BITS_DTYPES
 from common.transfer.changes import run_positions
@@ -135,14 +137,19 @@ class Receiver:
         if name is None:
             return
         dtype = BITS_DTYPES[tensor.dtype]
-        decoded = decode_run(payload, self.staged.layout.run_bytes(entry.run) // dtype.itemsize, dtype)
+        num_elements = self.staged.layout.run_bytes(entry.run) // dtype.itemsize
+        decoded = decode_run(payload, num_elements, dtype)
         if decoded.values is not None:
             found = fingerprint_run(tensor, run_idx, decoded.values)
             self.staged.set_all(entry.run, self.whole_runs.copy(decoded.values))
         elif head.base_version is None:
             raise MalformedUpdateError(f"{head.key.path}: run {entry.run} of an anchor holds only changes")
+        elif decoded.local is None:
+            every = run_positions(tensor, run_idx, np.arange(num_elements, dtype=np.uint32))
+            values = self.staged.all_bits(entry.run, lambda: self.target.read(name, every)) + decoded.steps
+            found = fingerprint_run(tensor, run_idx, values)
+            self.staged.set_all(entry.run, self.whole_runs.copy(values))
         else:
-            assert decoded.local is not None
             assert decoded.steps is not None
             positions = run_positions(tensor, run_idx, decoded.local)
             old = self.staged.current_bits(entry.run, decoded.local, lambda: self.target.read(name, positions))

@@ -74,6 +74,17 @@ class StagedUpdate:
         bits[known] = staged.bits[at[known]]
         return bits
 
+    def all_bits(self, run: int, live: Callable[[], np.ndarray]) -> Shaped[np.ndarray, "n"]:
+        """Bits of a whole run as they will be after what is staged so far; `live` reads those of the live weights."""
+        staged = self.runs.get(run)
+        if staged is None:
+            return live()
+        if staged.local is None:
+            return staged.bits
+        bits = live()
+        bits[staged.local] = staged.bits
+        return bits
+
     def set_some(self, run: int, local: UInt32[np.ndarray, "n"], bits: Shaped[np.ndarray, "n"]) -> None:
         """Stage new bits at some positions of a run, over what was staged before. Takes both arrays over."""
         tensor_idx, run_idx = self.layout.locate(run)

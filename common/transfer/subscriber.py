@@ -26,7 +26,16 @@ from common.transfer.errors import (
     WrongBaseError,
 )
 from common.transfer.fetch import BucketFetcher, leases
-from common.transfer.manifest import LAYOUT_NAME, MAX_LAYOUT_BYTES, UpdateHead, UpdateKey
+from common.transfer.live import live_fingerprints, matches
+from common.transfer.manifest import (
+    LAYOUT_NAME,
+    MANIFEST_NAME,
+    MAX_LAYOUT_BYTES,
+    MAX_MANIFEST_BYTES,
+    UpdateHead,
+    UpdateKey,
+    parse_manifest,
+)
 from common.transfer.paths import Held, newest_path
 from common.transfer.paths import Path as UpdatePath
 from common.transfer.receive import Receiver, match_names
@@ -100,7 +109,7 @@ class Subscriber:
             catalog = self._store.catalog(after=catalog.tag, timeout_s=left_s)
 
     def stage(self, version: int | None = None) -> StagedUpdate | None:
-        """Fetch, decode and verify the newest version (or `version`). None if nothing newer is there. Staging it again costs nothing.
+        """Fetch, decode and verify the newest version (or `version`). None if nothing newer is there. Again costs nothing.
 
         Raises:
             TransferError: see errors.py. Weights and version are as before, and another call starts afresh.
@@ -124,6 +133,28 @@ class Subscriber:
                     raise
                 log.warning("looking for another way to version %d: %s", goal.version, e)
         raise AssertionError("unreachable")
+
+    def adopt(self) -> int | None:
+        """Take the newest anchor's version as committed if the live weights already are that anchor, fetching no bucket.
+
+        For replicas that start from the checkpoint the learner started from. Reads and fingerprints all weights; None if they
+        differ or no anchor is there.
+        """
+        anchors = [e.head for e in self._store.catalog().entries if e.state is UpdateState.SEALED and e.head.base_version is None]
+        if not anchors:
+            return None
+        head = anchors[-1]
+        with leases(self._store, [head.key], self._id):
+            layout = self._layout_of(head)
+            payload = self._store.read(head.key, MANIFEST_NAME, length=MAX_MANIFEST_BYTES, timeout_s=self._timeout_s)
+            manifest = parse_manifest(payload, self._key)
+        live = live_fingerprints(layout, self._names, self._target)
+        if manifest.head != head or not matches(layout, self._names, live, manifest.fingerprints):
+            return None
+        self._held, self._in_doubt = Held(head.lineage, head.version), False
+        self._fingerprints, self._staged = live, None
+        self._confirm(head.version)
+        return head.version
 
     def commit(self, staged: StagedUpdate) -> None:
         """Write a staged update into the live weights; call it between two steps. Committing the version held changes nothing.

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Shaped, UInt64
 
 from common.transfer.bits import flat_bits
-from common.transfer.changes import gather_run, scatter_run
+from common.transfer.changes import scatter_run
+from common.transfer.shards import TensorLayout
 from common.transfer.staging import StagedRun, StagedUpdate
 
 
@@ -48,38 +49,28 @@ class NumpyTarget:
         return self._bits[name].take(positions.view(np.int64))
 
     def apply(self, update: StagedUpdate) -> None:
-        """The displaced values are kept until the end, so that an error in between can be undone: as much memory as the update."""
+        """Single elements first, keeping the displaced ones so that an error can be undone; whole runs last: those are plain copies
+        between arrays of equal size, which do not fail, and keeping what they displace would double the memory."""
+        writes = [(run, bits) for tensor, runs in update.by_tensor() for bits in self._storages(tensor) for run in runs]
         undo: list[tuple[StagedRun, np.ndarray, np.ndarray]] = []
         try:
-            for tensor, runs in update.by_tensor():
-                storages = {id(bits): bits for name in (tensor.name, *tensor.tied) if (bits := self._storage(name)) is not None}
-                for run in runs:
-                    for bits in storages.values():
-                        undo.append((run, bits, self._displaced(run, bits)))
-                        self._write(run, bits, run.bits)
+            for run, bits in writes:
+                if run.local is not None:
+                    undo.append((run, bits, bits.take(run.positions().view(np.int64))))
+                    self._write(run, bits, run.bits)
         except BaseException:
             for run, bits, displaced in reversed(undo):
                 self._write(run, bits, displaced)
             raise
+        for run, bits in writes:
+            if run.local is None:
+                scatter_run(run.tensor, run.run_idx, run.bits, bits)
 
-    def _storage(self, name: str) -> np.ndarray | None:
-        bits = self._bits.get(name)
-        if bits is None:
-            return None
-        address = bits.__array_interface__["data"][0]
-        return next(
-            other for other in self._bits.values() if other.__array_interface__["data"][0] == address and other.size == bits.size
-        )
-
-    @staticmethod
-    def _displaced(run: StagedRun, bits: np.ndarray) -> np.ndarray:
-        if run.local is None:
-            return gather_run(run.tensor, run.run_idx, bits).copy()
-        return bits.take(run.positions().view(np.int64))
+    def _storages(self, tensor: TensorLayout) -> list[np.ndarray]:
+        """The arrays that hold a tensor, each once: tied names may share one or have their own."""
+        held = {name: self._bits[name] for name in (tensor.name, *tensor.tied) if name in self._bits}
+        return list({bits.__array_interface__["data"][0]: bits for bits in held.values()}.values())
 
     @staticmethod
     def _write(run: StagedRun, bits: np.ndarray, values: np.ndarray) -> None:
-        if run.local is None:
-            scatter_run(run.tensor, run.run_idx, values, bits)
-        else:
-            bits[run.positions().view(np.int64)] = values
+        bits[run.positions().view(np.int64)] = values
