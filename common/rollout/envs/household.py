@@ -32,7 +32,10 @@ OBJECTS = (
 )
 VERBS = ("go", "open", "take", "put")
 INVALID, CANNOT = "invalid", "cannot"
-SHUT, EMPTY, HOLD, GOAL_MARK = "shut", "empty", "hold", ":"
+SHUT, EMPTY, HOLD = "shut", "empty", "hold"
+MOVE, TO, GOALS_END = "move", "to", ":"
+"""The task reads `move OBJECT to CONTAINER :`. move and to stand nowhere else, so that a small model finds the two words behind
+them from any distance: with `put OBJECT CONTAINER`, as in an action, it learnt to search but not where to put things."""
 RULES = (
     "You are in a house . Each turn you see the room , its containers ( shut , empty , or what lies in them ) and what you hold . "
     "Answer with one action : go room , open container , take object , put container . You can hold one object"
@@ -79,7 +82,7 @@ class HouseholdSuite:
         open_share: float = 0.25,
         max_goals: int = 1,
         more_goals_share: float = 0.3,
-        max_turns: int = 24,
+        max_turns: int = 20,
         num_train: int = 4096,
         num_validation: int = 256,
         num_held_out: int = 512,
@@ -160,7 +163,7 @@ class HouseholdSuite:
         return HouseholdEnvironment()
 
     def vocabulary(self) -> Sequence[str]:
-        words = [*VERBS, INVALID, CANNOT, SHUT, EMPTY, HOLD, GOAL_MARK]
+        words = [*VERBS, INVALID, CANNOT, SHUT, EMPTY, HOLD, MOVE, TO, GOALS_END]
         words += [*self.house.rooms, *self.house.containers, *self.house.objects]
         words += [] if self._rules is None else self._rules.split()
         return tuple(dict.fromkeys(words))
@@ -188,8 +191,8 @@ class HouseholdEnvironment:
         spec = json.loads(task.spec)
         self._rooms, self._goals, self._places = spec["rooms"], spec["goals"], spec["places"]
         self._open, self._room, self._held, self._looked = set(spec["open"]), spec["start"], None, set()
-        goals = " ".join(f"put {name} {container}" for name, container in self._goals.items())
-        return f"{goals} {GOAL_MARK} {self._look()}"
+        goals = " ".join(f"{MOVE} {name} {TO} {container}" for name, container in self._goals.items())
+        return f"{goals} {GOALS_END} {self._look()}"
 
     async def step(self, action: str) -> StepOutcome:
         words = action.split()
