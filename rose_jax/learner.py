@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from common.config import Config
 from rose_jax.batching import Batch, micro_batches, minibatches
 from rose_jax.losses import LossMetrics, batch_totals, supervised_loss
-from rose_jax.mesh import param_shardings
+from rose_jax.mesh import param_shardings, place
 from rose_jax.models.checkpoint_table import FSDP_AXIS
 from rose_jax.models.qwen3_config import Qwen3Config
 from rose_jax.optimizer import make_optimizer, rl_schedule
@@ -41,14 +41,6 @@ from rose_jax.update import (
 
 PARAMS, OPT_STATE, NUM_UPDATES = "params", "opt_state", "num_updates"
 BEST_PARAMS, REFERENCE_PARAMS = "best_params", "reference_params"
-
-
-def _place(value: Any, sharding: Sharding) -> jax.Array:
-    """Put a host array, which every process holds whole, onto the mesh; each process keeps its own part."""
-    array = np.asarray(value)
-    places = sharding.addressable_devices_indices_map(array.shape)
-    shards = [jax.device_put(array[index], device) for device, index in places.items()]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def _mean_metrics(per_update: Sequence[LossMetrics]) -> dict[str, float]:
@@ -92,7 +84,7 @@ class Learner:
             self.start_reinforcement()
 
     def _fresh_state(self, params: nnx.State) -> TrainState:
-        zero = _place(np.int32(0), self._abstract.num_updates.sharding)
+        zero = place(np.int32(0), self._abstract.num_updates.sharding)
         with jax.set_mesh(self._mesh):
             return TrainState(params=params, opt_state=self._init_opt_state(params), num_updates=zero)
 
@@ -108,7 +100,7 @@ class Learner:
 
     def _place_batch(self, batch: Batch, accumulation_steps: int) -> Batch:
         parts = micro_batches(batch, accumulation_steps=accumulation_steps, row_multiple=self._mesh.shape[FSDP_AXIS])
-        return jax.tree.map(_place, parts, batch_shardings(self._mesh))
+        return jax.tree.map(place, parts, batch_shardings(self._mesh))
 
     def _run_update(self, minibatch: Batch) -> LossMetrics:
         placed = self._place_batch(minibatch, self._config.optim.accumulation_steps)

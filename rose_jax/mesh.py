@@ -2,18 +2,18 @@
 
 Two axes: "fsdp" cuts batches and, for memory, every weight; "tensor" cuts heads, feed-forward and vocabulary. Axes are Auto: the
 compiler places what is in between, guided by `constrain`. The same code runs in one process and under jax.distributed, where the
-mesh spans all processes and each of them must hold the whole host batch. Nothing here moves a weight through one device.
+mesh spans all processes and each of them holds the whole host batch. Nothing here moves a weight through one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from common.config import MeshConfig
 from rose_jax.models.checkpoint_table import FSDP_AXIS, TENSOR_AXIS, Path, tensor_entries
@@ -51,32 +51,12 @@ def param_shardings(config: Qwen3Config, params: nnx.State, mesh: Mesh) -> nnx.S
     return nnx.map_state(lambda path, variable: variable.replace(by_path[path]), params)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The first axis (trajectories) over fsdp, the rest whole."""
-    return NamedSharding(mesh, PartitionSpec(FSDP_AXIS))
-
-
-def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """Put a tree of host arrays [B, ...] onto the mesh, B cut over fsdp.
-
-    Under jax.distributed every process passes the same whole batch and keeps its own rows.
-
-    Raises:
-        ValueError: B is not divisible by mesh.fsdp.
-    """
-    num_shards = mesh.shape[FSDP_AXIS]
-    sharding = batch_sharding(mesh)
-
-    def place(value: np.ndarray) -> jax.Array:
-        array = np.asarray(value)
-        if array.ndim == 0 or array.shape[0] % num_shards:
-            raise ValueError(
-                f"a batch array of shape {array.shape} does not divide over mesh.fsdp={num_shards}; pad its first axis"
-            )
-        read_slice: Callable[[Any], np.ndarray] = array.__getitem__
-        return jax.make_array_from_callback(array.shape, sharding, read_slice)
-
-    return jax.tree.map(place, batch)
+def place(value: Any, sharding: Sharding) -> jax.Array:
+    """Put a host array, which every process holds whole, onto the mesh; each process keeps its own part."""
+    array = np.asarray(value)
+    # By device_put and not make_array_from_callback, which the transfer guard takes for a transfer nobody asked for.
+    shards = [jax.device_put(array[part], device) for device, part in sharding.addressable_devices_indices_map(array.shape).items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def constrain(value: jax.Array, *axes: str | None) -> jax.Array:

@@ -13,11 +13,12 @@ import torch
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from transformers import Qwen3ForCausalLM
 
 from common.config import MeshConfig
 from rose_jax.export import params_from_named, save_checkpoint
-from rose_jax.mesh import make_mesh, param_shardings, place_batch, tensor_shardings
+from rose_jax.mesh import make_mesh, param_shardings, place, tensor_shardings
 from rose_jax.models import qwen3
 from rose_jax.models.checkpoint_table import hf_name, tensor_entries
 from rose_jax.models.qwen3 import (
@@ -257,7 +258,8 @@ def test_a_mesh_of_eight_devices_gives_what_one_gives(name: str, fsdp: int, tens
     mesh = make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor))
     params = jax.device_put(new_params(config), param_shardings(config, new_params(config), mesh))
     values, grads = on_one_device(config)
+    tokens = place(TOKENS, NamedSharding(mesh, PartitionSpec("fsdp")))
     with jax.set_mesh(mesh):
-        mesh_values, mesh_grads = value_and_grads(config, params, place_batch(TOKENS, mesh), chunk_tokens=40, remat=True)
+        mesh_values, mesh_grads = value_and_grads(config, params, tokens, chunk_tokens=40, remat=True)
     assert_close(mesh_values, values, atol=1e-5)
     assert_close(mesh_grads, grads, atol=1e-6)
