@@ -134,6 +134,16 @@ def _compare(old: np.ndarray, new: np.ndarray) -> Iterator[tuple[int, np.ndarray
         yield start * inner, np.not_equal(a, b, out=buffer[: len(a)]).reshape(-1)
 
 
+def all_positions(tensor: TensorLayout, run_idx: int) -> UInt64[np.ndarray, "n"]:
+    """Positions in the tensor of all elements of a run, in its order."""
+    grids = [(strided(tensor.shape, box), box.num_elements) for box in tensor.run(run_idx)]
+    parts = [
+        np.arange(grid.offset, grid.offset + count, dtype=np.uint64) if grid.contiguous else grid.to_flat(np.arange(count))
+        for grid, count in grids
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def run_positions(tensor: TensorLayout, run_idx: int, local: UInt32[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
     """Positions in the tensor of sorted positions within a run."""
     boxes = tensor.run(run_idx)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from common.transfer import fingerprint
-from common.transfer.changes import run_positions
+from common.transfer.changes import all_positions
 from common.transfer.encoder import fingerprint_run
 from common.transfer.shards import WeightLayout
 from common.transfer.target import WeightTarget
@@ -20,9 +18,7 @@ def live_fingerprints(layout: WeightLayout, names: Sequence[str | None], target:
         tensor_idx, run_idx = layout.locate(run)
         tensor, name = layout.tensors[tensor_idx], names[tensor_idx]
         if name is not None:
-            num_elements = sum(box.num_elements for box in tensor.run(run_idx))
-            positions = run_positions(tensor, run_idx, np.arange(num_elements, dtype=np.uint32))
-            found[run] = fingerprint_run(tensor, run_idx, target.read(name, positions))
+            found[run] = fingerprint_run(tensor, run_idx, target.read(name, all_positions(tensor, run_idx)))
     return found
 
 

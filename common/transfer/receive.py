@@ -11,11 +11,9 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from common.transfer import fingerprint
 from common.transfer.bits import BITS_DTYPES
-from common.transfer.changes import run_positions
+from common.transfer.changes import all_positions, run_positions
 from common.transfer.delta import decode_run
 from common.transfer.encoder import fingerprint_run
 from common.transfer.errors import (
@@ -141,14 +139,14 @@ class Receiver:
         decoded = decode_run(payload, num_elements, dtype)
         if decoded.values is not None:
             found = fingerprint_run(tensor, run_idx, decoded.values)
-            self.staged.set_all(entry.run, self.whole_runs.copy(decoded.values))
+            self.staged.set_all(entry.run, self.whole_runs.keep(decoded.values))
         elif head.base_version is None:
             raise MalformedUpdateError(f"{head.key.path}: run {entry.run} of an anchor holds only changes")
         elif decoded.local is None:
-            every = run_positions(tensor, run_idx, np.arange(num_elements, dtype=np.uint32))
-            values = self.staged.all_bits(entry.run, lambda: self.target.read(name, every)) + decoded.steps
+            old = self.staged.all_bits(entry.run, lambda: self.target.read(name, all_positions(tensor, run_idx)))
+            values = old + decoded.steps
             found = fingerprint_run(tensor, run_idx, values)
-            self.staged.set_all(entry.run, self.whole_runs.copy(values))
+            self.staged.set_all(entry.run, self.whole_runs.keep(values))
         else:
             assert decoded.steps is not None
             positions = run_positions(tensor, run_idx, decoded.local)

@@ -68,20 +68,20 @@ class StagedUpdate:
             return live()
         if staged.local is None:
             return staged.bits[local]
-        bits = live()
+        bits = np.array(live())
         at = np.minimum(np.searchsorted(staged.local, local), len(staged.local) - 1)
         known = staged.local[at] == local
         bits[known] = staged.bits[at[known]]
         return bits
 
     def all_bits(self, run: int, live: Callable[[], np.ndarray]) -> Shaped[np.ndarray, "n"]:
-        """Bits of a whole run as they will be after what is staged so far; `live` reads those of the live weights."""
+        """Bits of a whole run as they will be after what is staged so far; `live` reads those of the live weights. Read only."""
         staged = self.runs.get(run)
         if staged is None:
             return live()
         if staged.local is None:
             return staged.bits
-        bits = live()
+        bits = np.array(live())
         bits[staged.local] = staged.bits
         return bits
 
@@ -113,10 +113,10 @@ class WholeRuns:
         self._file = None if spool_dir is None else tempfile.TemporaryFile(dir=spool_dir)  # noqa: SIM115  closed with the last map
         self._end = 0
 
-    def copy(self, values: Shaped[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
-        """The same values in memory of our own."""
+    def keep(self, values: Shaped[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
+        """The same values in memory of our own; an array that owns its memory is taken over."""
         if self._file is None or values.nbytes == 0:
-            return values.copy()
+            return values if values.flags.owndata else values.copy()
         self._file.truncate(self._end + values.nbytes)
         mapped = np.memmap(self._file, values.dtype, "r+", offset=self._end, shape=values.shape)
         mapped[:] = values

@@ -22,8 +22,8 @@ class WeightTarget(Protocol):
         ...
 
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
-        """Bit patterns of the live values at flat positions, in memory of the caller's own. Called from any thread while serving;
-        only between commits."""
+        """Bit patterns of the live values at flat positions. Called from any thread while serving, never during a commit; valid until
+        the next commit."""
         ...
 
     def apply(self, update: StagedUpdate) -> None:
