@@ -1,4 +1,4 @@
-"""Requests and step plans as JSON text, for engines whose ranks or workers are other processes.
+"""Requests, step plans and results as JSON text, for engines whose ranks or workers are other processes.
 
 Reads only what it wrote: an unknown or missing field is a ValueError, never ignored. Nothing here is pickled or evaluated.
 Invariant: decode(encode(value)) == value.
@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from common.serving.engine import DecodeEntry, PrefillChunk, StepPlan
-from common.types import Request, SamplingKey, SamplingParams
+from common.serving.engine import DecodeEntry, PrefillChunk, SampledToken, StepPlan, StepResult
+from common.types import Completion, FinishReason, Request, SamplingKey, SamplingParams
 
 ValueT = TypeVar("ValueT")
 
@@ -47,6 +47,37 @@ def decode_plan(text: str) -> StepPlan:
         return StepPlan(prefill=prefill, decode=decode, **fields)
 
     return _decode(text, "step plan", build)
+
+
+def encode_result(result: StepResult) -> str:
+    return json.dumps(dataclasses.asdict(result))
+
+
+def decode_result(text: str) -> StepResult:
+    """Raises ValueError when `text` is no encoded result."""
+
+    def build(fields: dict) -> StepResult:
+        tokens = tuple(SampledToken(**token) for token in fields.pop("tokens"))
+        completions = tuple(_completion(completion) for completion in fields.pop("completions"))
+        return StepResult(tokens=tokens, completions=completions, **fields)
+
+    return _decode(text, "step result", build)
+
+
+def encode_completion(completion: Completion) -> str:
+    return json.dumps(dataclasses.asdict(completion))
+
+
+def decode_completion(text: str) -> Completion:
+    """Raises ValueError when `text` is no encoded completion."""
+    return _decode(text, "completion", _completion)
+
+
+def _completion(fields: dict) -> Completion:
+    for name in ("token_ids", "behavior_logprobs", "weight_versions"):
+        fields[name] = tuple(fields[name])
+    fields["top_logprobs"] = tuple(tuple((token_id, value) for token_id, value in top) for top in fields["top_logprobs"])
+    return Completion(finish_reason=FinishReason(fields.pop("finish_reason")), **fields)
 
 
 def _decode(text: str, what: str, build: Callable[[dict], ValueT]) -> ValueT:

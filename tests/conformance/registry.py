@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,3 +276,92 @@ def jetstream_tag() -> EngineCase:
 @register("jetstream-invariant")
 def jetstream_invariant() -> EngineCase:
     return _jetstream_case(StaleCache.DROP, invariant=True)
+
+
+VLLM_QWEN3 = {**TINY_QWEN3, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+"""Attention of vLLM on CPU needs heads of at least 32."""
+VLLM_EMBEDDING_STD = 0.2
+
+
+@functools.cache
+def _vllm_tensors(seed: int, **changes: Any) -> dict[str, Any]:
+    """float32 weights of a small Qwen3 under their checkpoint names."""
+    import numpy as np
+    from flax import nnx
+
+    from rose_jax.export import named_tensors
+    from rose_jax.models.qwen3 import create_model
+    from rose_jax.models.qwen3_config import Qwen3Config
+
+    model = create_model(Qwen3Config(**{**VLLM_QWEN3, **changes}), seed=seed, embedding_init_std=VLLM_EMBEDDING_STD)
+    return {name: np.asarray(tensor) for name, tensor in named_tensors(nnx.state(model))}
+
+
+@functools.cache
+def _vllm_folder() -> tempfile.TemporaryDirectory:
+    """A checkpoint of the model whose weights are _vllm_tensors(0); it goes when the tests end."""
+    from rose_jax.hf_folder import write_folder
+    from rose_jax.models.qwen3_config import Qwen3Config
+
+    folder = tempfile.TemporaryDirectory(prefix="rose_vllm_")
+    fields = Qwen3Config(**VLLM_QWEN3).to_hf() | {"dtype": "float32", "torch_dtype": "float32"}
+    write_folder(Path(folder.name), config_fields=fields, shards=iter([_vllm_tensors(0)]), write_extra=None, overwrite=True)
+    return folder
+
+
+def _vllm_case(stale_cache: StaleCache, **options: Any) -> EngineCase:
+    from rose_gpu.vllm.environment import installed_vllm
+
+    if installed_vllm() is None:
+        pytest.skip("vLLM is not installed: see requirements/serve-cpu.txt")
+    from common.serving.fake_model import token_text
+    from rose_gpu.vllm.direct_update import whole_update
+    from rose_gpu.vllm.engine import VllmEngine
+    from rose_gpu.vllm.options import VllmOptions
+
+    def make() -> VllmEngine:
+        engine_options = VllmOptions(
+            model_dir=_vllm_folder().name,
+            max_slots=MAX_SLOTS,
+            max_context_tokens=MAX_CONTEXT_TOKENS,
+            stale_cache=stale_cache,
+            **options,
+        )
+        return VllmEngine(engine_options, decode=lambda token_ids: "".join(map(token_text, token_ids)))
+
+    def wrong_weights() -> dict[str, object]:
+        incomplete = whole_update(_vllm_tensors(1))
+        del incomplete.runs[3]
+        return {
+            "a wrong shape": whole_update(_vllm_tensors(1, intermediate_size=48)),
+            "a layer too few": whole_update(_vllm_tensors(1, num_layers=1)),
+            "a wrong dtype": whole_update({name: value.astype("float16") for name, value in _vllm_tensors(1).items()}),
+            "a run that never came": incomplete,
+        }
+
+    return EngineCase(
+        make=make,
+        weights=lambda seed: whole_update(_vllm_tensors(seed)),
+        wrong_weights=wrong_weights,
+        logprob_atol=1e-5,
+        token_text=token_text,
+        stale_cache=stale_cache,
+        reuse=True,
+        num_random_schedules=10,
+    )
+
+
+@register("vllm")
+def vllm() -> EngineCase:
+    return _vllm_case(StaleCache.KEEP)
+
+
+@register("vllm-tag-small-cache")
+def vllm_tag() -> EngineCase:
+    """A cache that holds five blocks of four slots' eight: requests lose it to each other."""
+    return _vllm_case(StaleCache.TAG, cache_tokens=160)
+
+
+@register("vllm-drop")
+def vllm_drop() -> EngineCase:
+    return _vllm_case(StaleCache.DROP)
