@@ -91,19 +91,21 @@ def write_pages(chunk: Chunk, blocks: Sequence[Block], keys_values: Float[Array,
     return chunk.at[jnp.concatenate(pages), :, :, jnp.concatenate(offsets)].set(keys_values, mode="drop")
 
 
-def read_pages(chunk: Chunk, pages: Int32[Array, "B P"]) -> Float[Array, "2 B K T d"]:
-    """Keys and values of whole page lists, in the order of positions."""
+def read_pages(chunk: Chunk, pages: Int32[Array, "B P"], part: int) -> Float[Array, "B K T d"]:
+    """The keys (part 0) or values (part 1) of whole page lists, in the order of positions.
+
+    One gather for each: cutting both out of one would copy them again.
+    """
     num_pages, two, num_heads, page_tokens, head_dim = chunk.shape
     flat = chunk.reshape(num_pages * two * num_heads, page_tokens * head_dim)
-    part, head = jnp.arange(two)[:, None, None, None], jnp.arange(num_heads)[None, None, :, None]
-    index = (pages[None, :, None, :] * two + part) * num_heads + head
+    index = (pages[:, None, :] * two + part) * num_heads + jnp.arange(num_heads)[:, None]
     gathered = flat.at[index].get(mode="promise_in_bounds")
-    return gathered.reshape(two, pages.shape[0], num_heads, pages.shape[1] * page_tokens, head_dim)
+    return gathered.reshape(pages.shape[0], num_heads, pages.shape[1] * page_tokens, head_dim)
 
 
 def attend_pages(q: Float[Array, "B Q H d"], chunk: Chunk, block: Block) -> Float[Array, "B Q H d"]:
     """Attention of each query over its sequence up to its own position; scores and softmax in float32."""
-    keys, values = read_pages(chunk, block.pages)
+    keys, values = read_pages(chunk, block.pages, 0), read_pages(chunk, block.pages, 1)
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, length = keys.shape[1], keys.shape[2]
     q = q.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
