@@ -28,7 +28,7 @@ def test_the_presets_have_the_published_number_of_parameters() -> None:
     assert num_parameters(MODELS["qwen3_32b"]) == 32_762_123_264
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (2, 4)])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 4), pytest.param(8, 1, marks=pytest.mark.slow)])
 def test_each_device_holds_an_eighth_of_weights_and_moments_and_updates_them_in_place(fsdp: int, tensor: int) -> None:
     config = training_config(MeshConfig(fsdp=fsdp, tensor=tensor), None)
     report = compile_ahead(config, SMALL, num_rows=8, num_tokens=128)
