@@ -78,31 +78,30 @@ class BucketFetcher:
 def leases(store: Store, keys: Sequence[UpdateKey], holder: str) -> Iterator[None]:
     """Keep updates from being removed while the body runs. Raises VersionGoneError at once if one is gone already.
 
-    A renewal that fails is logged and tried again: should the update really be gone, reading it will say so.
+    They are given up in the background: the body's result need not wait for another round trip. A renewal that fails is logged
+    and tried again: should the update really be gone, reading it will say so.
     """
     done = threading.Event()
 
-    def renew() -> None:
+    def keep() -> None:
         while not done.wait(LEASE_TTL_S / 3):
             for key in keys:
                 try:
                     store.lease(key, holder)
                 except TransferError as e:
                     log.warning("the lease on %s was not renewed: %s", key.path, e)
-
-    keeper = threading.Thread(target=renew, name=f"leases-{holder}", daemon=True)
-    try:
-        for key in keys:
-            store.lease(key, holder)
-        keeper.start()
-        yield
-    finally:
-        done.set()
-        if keeper.ident is not None:
-            keeper.join()
         for key in keys:
             with contextlib.suppress(TransferError):  # it ends by itself
                 store.release(key, holder)
+
+    keeper = threading.Thread(target=keep, name=f"leases-{holder}", daemon=True)
+    keeper.start()
+    try:
+        for key in keys:
+            store.lease(key, holder)
+        yield
+    finally:
+        done.set()
 
 
 class Stopwatch:

@@ -31,7 +31,7 @@ NUM_PARTS = 16
 """Tensor-parallel ranks that may want equal parts of an axis."""
 MIN_RUN_BYTES = 1 << 20
 """Below this the tables of the entropy coder (some 100 bytes a run) weigh more than 2 % at 99 % unchanged."""
-MAX_RUN_BYTES = 16 << 20
+MAX_RUN_BYTES = 8 << 20
 """Above this a run's index arrays leave the cache, and a broken range costs too much to fetch again."""
 MAX_RUN_ELEMENTS = (1 << 32) - 1
 """Positions within a run are 32 bits wide."""
@@ -364,7 +364,7 @@ def _step(size: int, dense_bytes: int, min_bytes: int, max_bytes: int) -> int:
     if step_bytes <= max_bytes:
         return step
     fewest = -(-step_bytes // max_bytes)
-    for pieces in range(fewest, min(4 * fewest, step) + 1):
+    for pieces in (*range(fewest, 4 * fewest + 1), *range(fewest - 1, fewest // 2, -1)):
         if step % pieces == 0:
             return step // pieces
     return max(step // fewest, 1)

@@ -41,11 +41,13 @@ from common.transfer.paths import Path as UpdatePath
 from common.transfer.receive import Receiver, match_names
 from common.transfer.shards import WeightLayout, parse_layout
 from common.transfer.staging import StagedUpdate, WholeRuns
-from common.transfer.store.protocol import CatalogEntry, Store, UpdateState
+from common.transfer.store.protocol import Catalog, CatalogEntry, Store, UpdateState
 from common.transfer.target import WeightTarget
 
 log = logging.getLogger(__name__)
 
+FRESH_S = 0.05
+"""Age up to which a catalogue counts as the newest."""
 MAX_PLANS = 3
 """Times that staging looks for another way after an update was pruned before it could be leased."""
 
@@ -87,6 +89,8 @@ class Subscriber:
         self._staged: StagedUpdate | None = None
         self._stalled: dict[UpdateKey, int] = {}
         self._unconfirmed: int | None = None
+        self._seen: tuple[Catalog, float] | None = None
+        self._num_stages = 0
 
     @property
     def version(self) -> int | None:
@@ -102,6 +106,7 @@ class Subscriber:
         while True:
             path = self._path(catalog.entries, None)
             if path is not None and path.updates:
+                self._seen = (catalog, time.monotonic())
                 return path.updates[-1].head.version
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -115,7 +120,7 @@ class Subscriber:
             TransferError: see errors.py. Weights and version are as before, and another call starts afresh.
         """
         for attempt in range(1, MAX_PLANS + 1):
-            path = self._path(self._store.catalog().entries, version)
+            path = self._path(self._fresh_catalog().entries, version)
             if path is None:
                 wanted = "any version" if version is None else f"version {version}"
                 raise VersionGoneError(f"no update leads from {self._held} to {wanted}; wait for the next anchor")
@@ -186,10 +191,17 @@ class Subscriber:
         moving = [e for e in entries if e.state is not UpdateState.OPEN or self._stalled.get(e.head.key) != e.wire_bytes]
         return newest_path(moving, None if self._in_doubt else self._held, version=version)
 
+    def _fresh_catalog(self) -> Catalog:
+        """What a poll saw just now, once, or else the catalogue: a stage that follows its poll saves a round trip."""
+        seen, self._seen = self._seen, None
+        return seen[0] if seen is not None and time.monotonic() - seen[1] < FRESH_S else self._store.catalog()
+
     def _stage(self, updates: tuple[CatalogEntry, ...]) -> StagedUpdate:
         heads = [entry.head for entry in updates]
         try:
-            with leases(self._store, [head.key for head in heads], self._id):
+            # Leases end in the background; another name for each attempt keeps one's end from being the next one's.
+            self._num_stages += 1
+            with leases(self._store, [head.key for head in heads], f"{self._id}.{self._num_stages}"):
                 layout = self._layout_of(heads[0])
                 receiver = Receiver(
                     store=self._store,

@@ -22,8 +22,8 @@ class WeightTarget(Protocol):
         ...
 
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
-        """Bit patterns of the live values at flat positions. Called from any thread while serving, never during a commit; valid until
-        the next commit."""
+        """Bit patterns of the live values at flat positions, valid until the next commit. Called from any thread while serving,
+        never during a commit."""
         ...
 
     def apply(self, update: StagedUpdate) -> None:

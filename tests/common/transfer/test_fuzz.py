@@ -110,7 +110,7 @@ def test_flips_cuts_and_splices_never_reach_the_weights(where: tuple[UpdateKey, 
     refused = 0
     mutations: list[Mutation] = [lambda content: b"", lambda content: content + b"\0", lambda content: content[:-1]]
     mutations += [flip(i, 0xFF) for i in range(24)]
-    for _ in range(60):
+    for _ in range(40):
         position = int(rng.integers(0, 1 << 30))
         mutations += [
             flip(position, 1 << int(rng.integers(0, 8))),
