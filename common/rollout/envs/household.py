@@ -33,9 +33,9 @@ OBJECTS = (
 VERBS = ("go", "open", "take", "put")
 INVALID, CANNOT = "invalid", "cannot"
 SHUT, EMPTY, HOLD = "shut", "empty", "hold"
-MOVE, TO, GOALS_END = "move", "to", ":"
-"""The task reads `move OBJECT to CONTAINER :`. move and to stand nowhere else, so that a small model finds the two words behind
-them from any distance: with `put OBJECT CONTAINER`, as in an action, it learnt to search but not where to put things."""
+FIND, INTO, GOALS_END = "find=", "into=", ":"
+"""The task reads `find=OBJECT into=CONTAINER :`, words of their own, as a neighbour in FrozenLake does. With `put OBJECT CONTAINER`
+a small model learnt to search but not, in a few hundred updates, where to put what it had found."""
 RULES = (
     "You are in a house . Each turn you see the room , its containers ( shut , empty , or what lies in them ) and what you hold . "
     "Answer with one action : go room , open container , take object , put container . You can hold one object"
@@ -163,8 +163,9 @@ class HouseholdSuite:
         return HouseholdEnvironment()
 
     def vocabulary(self) -> Sequence[str]:
-        words = [*VERBS, INVALID, CANNOT, SHUT, EMPTY, HOLD, MOVE, TO, GOALS_END]
+        words = [*VERBS, INVALID, CANNOT, SHUT, EMPTY, HOLD, GOALS_END]
         words += [*self.house.rooms, *self.house.containers, *self.house.objects]
+        words += [FIND + name for name in self.house.objects] + [INTO + container for container in self.house.containers]
         words += [] if self._rules is None else self._rules.split()
         return tuple(dict.fromkeys(words))
 
@@ -191,7 +192,7 @@ class HouseholdEnvironment:
         spec = json.loads(task.spec)
         self._rooms, self._goals, self._places = spec["rooms"], spec["goals"], spec["places"]
         self._open, self._room, self._held, self._looked = set(spec["open"]), spec["start"], None, set()
-        goals = " ".join(f"{MOVE} {name} {TO} {container}" for name, container in self._goals.items())
+        goals = " ".join(f"{FIND}{name} {INTO}{container}" for name, container in self._goals.items())
         return f"{goals} {GOALS_END} {self._look()}"
 
     async def step(self, action: str) -> StepOutcome:

@@ -49,7 +49,7 @@ def play_expert(suite: HouseholdSuite, task: Task, max_turns: int = 200) -> list
 
 def test_an_episode_reads_as_documented() -> None:
     environment, first = start()
-    assert first == "move key to oven : kitchen fridge shut oven shut"
+    assert first == "find=key into=oven : kitchen fridge shut oven shut"
     outcomes = act(environment, "open fridge", "go bedroom", "take key", "go kitchen", "open oven", "put oven")
     assert [outcome.observation for outcome in outcomes[:-1]] == [
         "kitchen fridge cup oven shut",
