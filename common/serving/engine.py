@@ -33,9 +33,14 @@ class StaleCache(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLimits:
-    """How much one step may hold: at most `max_tokens` tokens (one per decoding sequence plus the prefill chunks)."""
+    """How much one step may hold: at most `max_tokens` tokens, decoded ones plus those of the prefill chunks.
+
+    A decoding sequence generates one token, or up to `tokens_per_sequence` one after the other: less host work for each, but
+    whatever arrives meanwhile waits for all of them. An engine may always do fewer.
+    """
 
     max_tokens: int
+    tokens_per_sequence: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,12 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeEntry:
-    """One token for one running request whose cache holds `context_tokens` tokens before the step."""
+    """Up to `num_tokens` tokens for a running request whose cache holds `context_tokens` tokens before the step."""
 
     request_id: str
     slot_idx: int
     context_tokens: int
+    num_tokens: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.prefill_tokens + len(self.decode)
+        return self.prefill_tokens + sum(entry.num_tokens for entry in self.decode)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

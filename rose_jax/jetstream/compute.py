@@ -24,9 +24,12 @@ from rose_jax.jetstream.step_inputs import (
     KEY,
     LAST,
     MIN_P,
+    NO_TOKEN,
+    NUM_DRAWS,
     POSITION,
     ROW_PAGES,
     SAMPLE_AT,
+    STOPS,
     TEMPERATURE,
     TILE_TOKENS,
     TOKEN,
@@ -47,10 +50,10 @@ MASKED_SCORE = -1e30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """One token for each of a step's N rows. The M most probable ones are there where rows may ask for them, else M = 0."""
+    """Up to D tokens for each of a step's N rows, NO_TOKEN after the last; the M most probable ones of the first, if asked for."""
 
-    token_ids: Int32[Array, "N"]
-    logprobs: Float32[Array, "N"]
+    token_ids: Int32[Array, "N D"]
+    logprobs: Float32[Array, "N D"]
     top_token_ids: Int32[Array, "N M"]
     top_logprobs: Float32[Array, "N M"]
 
@@ -169,7 +172,7 @@ def draw(logits: Float32[Array, "N V"], rows: Int32[Array, "N W"], *, max_top: i
     cuts = Cuts(top_p=floats(TOP_P), min_p=floats(MIN_P), top_k=rows[:, TOP_K]) if with_options else None
     token_ids, logprobs = sample_tokens(logits, keys, rows[:, DRAW], temperatures, cuts)
     top = top_logprobs(logits, temperatures, max_top if with_options else 0)
-    return Drawn(token_ids=token_ids, logprobs=logprobs, top_token_ids=top[0], top_logprobs=top[1])
+    return Drawn(token_ids=token_ids[:, None], logprobs=logprobs[:, None], top_token_ids=top[0], top_logprobs=top[1])
 
 
 @functools.cache
@@ -183,16 +186,19 @@ def make_draw(*, max_top: int) -> Callable:
 
 
 @functools.cache
-def make_step(graph: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, *, tile_tokens: int, mesh: Mesh | None) -> Callable:
+def make_step(
+    graph: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, *, tile_tokens: int, max_draws: int, mesh: Mesh | None, vocab_size: int
+) -> Callable:
     """The jitted step; it compiles once per combination of bucket sizes. Returns caches, tokens drawn without options, logits.
 
+    With tiles each row draws once. Without, rows draw up to NUM_DRAWS times, at most `max_draws`, or until a stop token.
     Parameters come as a flat tuple: a tree of them would be walked in Python at every call. Engines of one model share programs.
     """
     attention = shard_attention(mesh)
 
-    def step(
+    def forward(
         params: tuple[Array, ...], caches: Caches, rows: Int32[Array, "C R W"], tiles: Int32[Array, "C N X"]
-    ) -> tuple[Caches, Drawn, Float32[Array, "M V"]]:
+    ) -> tuple[Caches, Float32[Array, "M V"]]:
         model: Qwen3 = nnx.merge(graph, jax.tree.unflatten(treedef, params))
         kinds = [[row_block(chunk_rows) for chunk_rows in rows]]
         token_ids = [rows[:, :, TOKEN].ravel()]
@@ -207,8 +213,53 @@ def make_step(graph: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, *, tile_tok
             return out[None]
 
         hidden = model(jnp.concatenate(token_ids)[None], positions[None], attend)[0]
-        flat_rows = rows.reshape(-1, rows.shape[-1])
-        logits = model.logits(hidden[flat_rows[:, SAMPLE_AT]])
-        return caches, draw(logits, flat_rows, max_top=0, with_options=False), logits
+        if tiles.shape[1]:
+            hidden = hidden[rows[:, :, SAMPLE_AT].ravel()]
+        return caches, model.logits(hidden)
+
+    def step(
+        params: tuple[Array, ...], caches: Caches, rows: Int32[Array, "C R W"], tiles: Int32[Array, "C N X"]
+    ) -> tuple[Caches, Drawn, Float32[Array, "M V"]]:
+        if tiles.shape[1] or max_draws == 1:
+            caches, logits = forward(params, caches, rows, tiles)
+            return caches, draw(logits, rows.reshape(-1, rows.shape[-1]), max_top=0, with_options=False), logits
+
+        def draws_more(carry: tuple) -> Bool[Array, ""]:
+            draw_idx, _, rows, _, _ = carry
+            return (draw_idx < max_draws) & jnp.any(rows[:, :, NUM_DRAWS] > 0)
+
+        def draw_once(carry: tuple) -> tuple:
+            draw_idx, caches, rows, drawn, _ = carry
+            caches, logits = forward(params, caches, rows, tiles)
+            flat_rows = rows.reshape(-1, rows.shape[-1])
+            new = draw(logits, flat_rows, max_top=0, with_options=False)
+            draws = flat_rows[:, NUM_DRAWS] > 0
+            token_ids = jnp.where(draws, new.token_ids[:, 0], NO_TOKEN)
+            drawn = dataclasses.replace(
+                drawn,
+                token_ids=drawn.token_ids.at[:, draw_idx].set(token_ids),
+                logprobs=drawn.logprobs.at[:, draw_idx].set(new.logprobs[:, 0]),
+            )
+            return draw_idx + 1, caches, next_rows(flat_rows, token_ids).reshape(rows.shape), drawn, logits
+
+        num_rows = rows.shape[0] * rows.shape[1]
+        no_tokens = Drawn(
+            token_ids=jnp.full((num_rows, max_draws), NO_TOKEN, jnp.int32),
+            logprobs=jnp.zeros((num_rows, max_draws), jnp.float32),
+            top_token_ids=jnp.zeros((num_rows, 0), jnp.int32),
+            top_logprobs=jnp.zeros((num_rows, 0), jnp.float32),
+        )
+        no_logits = jnp.zeros((num_rows, vocab_size), jnp.float32)
+        _, caches, _, drawn, logits = jax.lax.while_loop(draws_more, draw_once, (0, caches, rows, no_tokens, no_logits))
+        return caches, drawn, logits
 
     return jax.jit(step, donate_argnums=1)
+
+
+def next_rows(rows: Int32[Array, "N W"], token_ids: Int32[Array, "N"]) -> Int32[Array, "N W"]:
+    """The rows that draw the token after `token_ids`; those that are done compute nothing any more."""
+    stops = jnp.any(rows[:, STOPS:ROW_PAGES] == token_ids[:, None], axis=1)
+    num_draws = jnp.where(stops, 0, rows[:, NUM_DRAWS] - 1)
+    position = jnp.where(num_draws > 0, rows[:, POSITION] + 1, -1)
+    changed = jnp.stack([token_ids, position, rows[:, SAMPLE_AT], rows[:, DRAW] + 1, num_draws], axis=1)
+    return rows.at[:, TOKEN:KEY].set(changed)

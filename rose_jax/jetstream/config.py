@@ -30,6 +30,7 @@ class JetStreamConfig:
         tile_tokens: prompts are computed in tiles of this many tokens, aligned to absolute positions.
         max_prefill_tiles: tiles in one step; with tile_tokens it bounds the prefill of a step whatever its limits say.
         row_buckets, tile_buckets, context_buckets: padded sizes in ascending order; the default is derived from the limits above.
+        max_step_draws: the most tokens a sequence can generate in one step, whatever StepLimits allow.
         max_top_logprobs: the most log-probabilities per token a request may ask for.
         prefix_reuse: whether requests share pages of equal beginnings.
         stale_cache: what becomes of cached state when weights change.
@@ -47,13 +48,15 @@ class JetStreamConfig:
     row_buckets: tuple[int, ...] | None = None
     tile_buckets: tuple[int, ...] | None = None
     context_buckets: tuple[int, ...] | None = None
+    max_step_draws: int = 8
     max_top_logprobs: int = 8
     prefix_reuse: bool = True
     stale_cache: StaleCache = StaleCache.KEEP
     invariant: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.max_slots, self.max_context_tokens - 1, self.page_tokens, self.num_chunks, self.max_prefill_tiles) < 1:
+        sizes = (self.max_slots, self.page_tokens, self.num_chunks, self.max_prefill_tiles, self.max_step_draws)
+        if min(sizes) < 1 or self.max_context_tokens < 2:
             raise ValueError(f"{self}: sizes must be at least 1, max_context_tokens at least 2")
         if self.tile_tokens < 1 or self.page_tokens % self.tile_tokens:
             raise ValueError(f"tile_tokens={self.tile_tokens} must divide page_tokens={self.page_tokens}")

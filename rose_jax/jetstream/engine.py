@@ -28,7 +28,7 @@ from rose_jax.jetstream.runner import StepRunner, WarmUp
 from rose_jax.jetstream.scheduler import Scheduler
 from rose_jax.jetstream.sequence import Piece
 from rose_jax.jetstream.sequence import Sequence as LiveSequence
-from rose_jax.jetstream.step_inputs import PackedStep, SlotTable, StepInputs, pack, pack_units
+from rose_jax.jetstream.step_inputs import NO_STEP, NO_TOKEN, PackedStep, SlotTable, StepInputs, pack, pack_units
 from rose_jax.models.qwen3_config import Qwen3Config
 
 Decode = Callable[[Sequence[int]], str]
@@ -153,26 +153,21 @@ class JetStreamEngine:
         if limits.max_tokens < 1:
             raise ValueError(f"StepLimits.max_tokens={limits.max_tokens}: a step needs room for at least 1 token")
         self._forget_plan()
-        pieces = self._scheduler.plan(limits.max_tokens)
+        pieces = self._scheduler.plan(limits.max_tokens, limits.tokens_per_sequence)
         if not pieces and not self._ended:
             return None
         prefill: list[PrefillChunk] = []
         decode: list[DecodeEntry] = []
-        for piece in pieces:
-            sequence = piece.sequence
-            assert sequence.slot_idx is not None
-            if piece.decodes:
-                entry = DecodeEntry(request_id=sequence.request.request_id, slot_idx=sequence.slot_idx, context_tokens=piece.start)
+        for sequence, start, end, decodes, max_draws in pieces:
+            request_id, slot_idx = sequence.request.request_id, sequence.slot_idx
+            assert slot_idx is not None
+            if decodes:
+                entry = DecodeEntry(request_id=request_id, slot_idx=slot_idx, context_tokens=start, num_tokens=max_draws)
                 decode.append(entry)
             else:
-                chunk = PrefillChunk(
-                    request_id=sequence.request.request_id,
-                    slot_idx=sequence.slot_idx,
-                    start=piece.start,
-                    num_tokens=piece.end - piece.start,
-                )
+                chunk = PrefillChunk(request_id=request_id, slot_idx=slot_idx, start=start, num_tokens=end - start)
                 prefill.append(chunk)
-        step = PackedStep(inputs=None, sampling=(), output_rows=())
+        step = NO_STEP
         if pieces:
             pack_step = pack_units if self.config.invariant else pack
             step = pack_step(self.config, self._table, pieces, len(self._scheduler.pools))
@@ -260,62 +255,77 @@ class JetStreamEngine:
 
     def _finish(self, flight: _InFlight) -> tuple[tuple[SampledToken, ...], float]:
         """Wait for the step's outputs and hand them to their sequences."""
-        sampling, rows = flight.step.sampling, list(flight.step.output_rows)
-        tokens: list[int] = []
-        logprobs: list[float] = []
+        step = flight.step
+        tokens: list[list[int]] = []
+        logprobs: list[list[float]] = []
         top: list[list[tuple[int, float]]] = []
         if flight.drawn is not None:
             try:
-                tokens = np.asarray(flight.drawn.token_ids)[rows].tolist()
-                logprobs = np.asarray(flight.drawn.logprobs)[rows].tolist()
-                if any(sequence.request.sampling.num_top_logprobs for sequence in sampling):
-                    top = _top_pairs(flight.drawn, rows)
+                tokens = np.asarray(flight.drawn.token_ids)[step.output_rows].tolist()
+                logprobs = np.asarray(flight.drawn.logprobs)[step.output_rows].tolist()
+                if step.inputs is not None and step.inputs.with_options:
+                    top = _top_pairs(flight.drawn, step.output_rows)
             except jax.errors.JaxRuntimeError as error:
                 flight.error = str(error)
         device_s = time.perf_counter() - flight.started_s
         if flight.error is not None:
             self._recover(flight)
             return (), device_s
-        version = self._scheduler.version
-        streamed = []
-        for idx, sequence in enumerate(sampling):
-            if sequence.aborted:
-                continue
-            token_id, logprob = tokens[idx], logprobs[idx]
+        streamed: list[SampledToken] = []
+        for idx, sequence in enumerate(step.sampling):
+            if not sequence.aborted:
+                self._take(sequence, tokens[idx], logprobs[idx], top[idx] if top else [], streamed)
+        return tuple(streamed), device_s
+
+    def _take(
+        self,
+        sequence: LiveSequence,
+        token_ids: list[int],
+        logprobs: list[float],
+        top: list[tuple[int, float]],
+        streamed: list[SampledToken],
+    ) -> None:
+        """Give a sequence what it drew in a step, and end it where that ends it."""
+        request_id, version = sequence.request.request_id, self._scheduler.version
+        for draw_idx, token_id in enumerate(token_ids):
+            if token_id == NO_TOKEN:
+                return
+            logprob = logprobs[draw_idx]
             if not math.isfinite(logprob):
-                problem = f"the logits are not finite under weight version {version}"
-                self._end(sequence, FinishReason.ERROR, error=f"request {sequence.request.request_id}: {problem}")
-                continue
+                problem = f"request {request_id}: the logits are not finite under weight version {version}"
+                self._end(sequence, FinishReason.ERROR, error=problem)
+                return
+            if draw_idx:
+                sequence.num_computed += 1  # the step fed the token before
             sequence.token_ids.append(token_id)
             sequence.context.append(token_id)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            request = sequence.request
-            if request.sampling.num_top_logprobs:
-                sequence.top_logprobs.append(tuple(top[idx][: request.sampling.num_top_logprobs]))
+            if top and sequence.request.sampling.num_top_logprobs:
+                sequence.top_logprobs.append(tuple(top[: sequence.request.sampling.num_top_logprobs]))
             streamed.append(
-                SampledToken(request_id=request.request_id, token_id=token_id, behavior_logprob=logprob, weight_version=version)
+                SampledToken(request_id=request_id, token_id=token_id, behavior_logprob=logprob, weight_version=version)
             )
-            self._end_if_done(sequence)
-        return tuple(streamed), device_s
+            if self._end_if_done(sequence):
+                return
 
-    def _end_if_done(self, sequence: LiveSequence) -> None:
+    def _end_if_done(self, sequence: LiveSequence) -> bool:
         params = sequence.request.sampling
+        reason = error = None
         if sequence.token_ids[-1] in params.stop_token_ids:
-            self._end(sequence, FinishReason.STOP)
-            return
-        if params.stop_strings:
+            reason = FinishReason.STOP
+        elif params.stop_strings:
             assert self._decode is not None
             try:
-                stops = completes_stop_string(sequence.token_ids, params.stop_strings, self._decode)
-            except Exception as error:  # the caller's function: its failure is this request's alone
-                self._end(sequence, FinishReason.ERROR, error=f"decoding the tokens to look for stop strings failed: {error!r}")
-                return
-            if stops:
-                self._end(sequence, FinishReason.STOP)
-                return
-        if len(sequence.token_ids) == params.max_tokens:
-            self._end(sequence, FinishReason.LENGTH)
+                if completes_stop_string(sequence.token_ids, params.stop_strings, self._decode):
+                    reason = FinishReason.STOP
+            except Exception as failure:  # the caller's function: its failure is this request's alone
+                reason, error = FinishReason.ERROR, f"decoding the tokens to look for stop strings failed: {failure!r}"
+        if reason is None and len(sequence.token_ids) == params.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(sequence, reason, error=error)
+        return reason is not None
 
     def _end(self, sequence: LiveSequence, reason: FinishReason, *, error: str | None = None) -> None:
         self._scheduler.remove(sequence)

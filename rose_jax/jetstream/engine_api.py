@@ -22,7 +22,7 @@ from jaxtyping import Array, Float32, Int32
 
 from common.types import Request, SamplingKey, SamplingParams
 from rose_jax.jetstream.compute import Block, draw, row_block, shard_attention
-from rose_jax.jetstream.step_inputs import DRAW, POSITION, ROW_PAGES, TOKEN, sampling_columns
+from rose_jax.jetstream.step_inputs import DRAW, KEY, POSITION, ROW_PAGES, TOKEN, sampling_columns
 from rose_jax.models.checkpoint_table import TENSOR_AXIS
 from rose_jax.models.qwen3 import Qwen3, abstract_model
 from rose_jax.models.qwen3_config import Qwen3Config
@@ -128,7 +128,7 @@ class Qwen3Engine:
         """Compute the keys and values of a prompt, or of what follows `existing_prefix`, but for the last token."""
         if existing_prefix is None:
             row = np.zeros(ROW_PAGES + self._config.pages_per_slot, np.int32)
-            row[DRAW:ROW_PAGES] = self._sampling_columns(next(self._num_prefilled))
+            row[KEY:ROW_PAGES] = self._sampling_columns(next(self._num_prefilled))
             num_pages = -(-padded_tokens.shape[0] // self._config.page_tokens)
             layers = [self._new_pages(num_pages) for _ in range(self._model_config.num_layers)]
         else:
@@ -263,7 +263,7 @@ class Qwen3Engine:
         rows = state.rows
         layers, model, hidden = self._forward(params, state.layers, row_block(rows), rows[:, TOKEN])
         logits = model.logits(hidden)
-        token_ids = draw(logits, rows, max_top=0, with_options=False).token_ids if sampler is None else sampler(logits)
+        token_ids = draw(logits, rows, max_top=0, with_options=False).token_ids[:, 0] if sampler is None else sampler(logits)
         valid = rows[:, POSITION] >= 0
         position = jnp.where(valid & (rows[:, POSITION] + 1 < self._config.max_context_tokens), rows[:, POSITION] + 1, -1)
         num_drawn = rows[:, DRAW] + 1

@@ -59,8 +59,8 @@ def make_invariant_step(
                 return layers, jax.tree.map(lambda all_units, one: all_units.at[unit].set(one[0]), drawn, new)
 
             nothing = Drawn(
-                token_ids=jnp.zeros(num_rows, jnp.int32),
-                logprobs=jnp.zeros(num_rows, jnp.float32),
+                token_ids=jnp.zeros((num_rows, 1), jnp.int32),
+                logprobs=jnp.zeros((num_rows, 1), jnp.float32),
                 top_token_ids=jnp.zeros((num_rows, max_top), jnp.int32),
                 top_logprobs=jnp.zeros((num_rows, max_top), jnp.float32),
             )

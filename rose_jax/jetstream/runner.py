@@ -71,7 +71,14 @@ class StepRunner:
         if config.invariant:
             self._step = make_invariant_step(graph, self._treedef, tile_tokens=config.tile_tokens, max_top=max_top, mesh=mesh)
         else:
-            self._step = make_step(graph, self._treedef, tile_tokens=config.tile_tokens, mesh=mesh)
+            self._step = make_step(
+                graph,
+                self._treedef,
+                tile_tokens=config.tile_tokens,
+                max_draws=config.max_step_draws,
+                vocab_size=model_config.vocab_size,
+                mesh=mesh,
+            )
             self._draw = make_draw(max_top=max_top)
         self._params = self._place(params)
         self._caches: Caches = []

@@ -74,13 +74,13 @@ class Scheduler:
         sequence.preempted = True
         self.add(sequence)
 
-    def plan(self, max_tokens: int) -> list[Piece]:
+    def plan(self, max_tokens: int, draws_per_sequence: int = 1) -> list[Piece]:
         """The pieces of the next step, in an order in which each may read what those before it write."""
         self.undo()
-        budget = max_tokens
+        budget, page_tokens = max_tokens, self.config.page_tokens
         tiles_left = [self.config.max_prefill_tiles] * len(self.pools)
         pieces: list[Piece] = []
-        admitting = True
+        admitting = only_decodes = True
         for sequence in self._line():
             if budget == 0:
                 break
@@ -88,20 +88,44 @@ class Scheduler:
                 admitting = admitting and self._admit(sequence)
                 if not admitting:  # the first that finds no room waits for it, and those behind it with it
                     continue
-            assert sequence.pool is not None
-            chunk_idx = sequence.pool.chunk_idx
-            start = sequence.num_computed
-            decodes = sequence.decodes_next
-            num_tokens = 1 if decodes else self._chunk_tokens(sequence, budget, tiles_left[chunk_idx])
-            if num_tokens == 0 or not self._grow(sequence, start + num_tokens):
+            pool, start, length = sequence.pool, sequence.num_computed, len(sequence.context)
+            assert pool is not None
+            decodes = length - start == 1 and bool(sequence.token_ids)
+            end = start + 1 if decodes else start + self._chunk_tokens(sequence, budget, tiles_left[pool.chunk_idx])
+            if end == start or (end > len(sequence.pages) * page_tokens and not self._grow(sequence, end)):
                 continue
             if not decodes:
-                tiles_left[chunk_idx] -= self.num_tiles(start, start + num_tokens)
-            budget -= num_tokens
+                tiles_left[pool.chunk_idx] -= self.num_tiles(start, end)
+                only_decodes = False
+            budget -= end - start
             self._planned.add(id(sequence))
-            self._register(sequence, start + num_tokens)
-            pieces.append(Piece(sequence=sequence, start=start, end=start + num_tokens, decodes=decodes))
+            if end // page_tokens > sequence.num_registered:
+                self._register(sequence, end)
+            pieces.append(Piece(sequence, start, end, decodes, 1 if end == length else 0))
+        if min(draws_per_sequence, self.config.max_step_draws) > 1 and only_decodes and not self.config.invariant:
+            return self._lengthen(pieces, budget, min(draws_per_sequence, self.config.max_step_draws))
         return pieces
+
+    def _lengthen(self, pieces: list[Piece], budget: int, draws_per_sequence: int) -> list[Piece]:
+        """Let decoding sequences draw several tokens, as far as budget, free pages and what they may still generate allow."""
+        if not all(piece.sequence.runs_ahead for piece in pieces):
+            return pieces
+        lengthened = []
+        for idx, piece in enumerate(pieces):
+            sequence, pool = piece.sequence, piece.sequence.pool
+            assert pool is not None
+            share = budget // (len(pieces) - idx)
+            more = min(draws_per_sequence - 1, share, sequence.request.sampling.max_tokens - len(sequence.token_ids) - 1)
+            missing = self._pages_for(piece.end + more) - len(sequence.pages)
+            if missing > 0:
+                pages = pool.allocate(missing)
+                if pages is None:
+                    more = 0
+                else:
+                    sequence.pages += pages
+            budget -= more
+            lengthened.append(piece._replace(max_draws=1 + more))
+        return lengthened
 
     def advance(self, pieces: Iterable[Piece]) -> None:
         """The plan is being carried out: what it writes counts as cached from now on."""

@@ -7,9 +7,13 @@ is only computed by the step that samples its successor.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from common.types import Completion, FinishReason, Request
 from rose_jax.jetstream.pages import Node, PagePool
+
+MAX_DEVICE_STOPS = 4
+"""Stop tokens that the device looks for by itself. A request with more of them generates one token a step."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -17,12 +21,15 @@ class Sequence:
     """See the module. `slot_idx` is None while it waits; `pool` is None while it holds no pages.
 
     `node` is the prefix node of its first `num_registered` pages; None once its cache mixes weight versions and must not be shared.
+    `has_options`: drawing for it takes more than a temperature. `runs_ahead`: it may draw several tokens in one step.
     """
 
     request: Request
     arrival: int
     context: list[int]
     priority: int
+    has_options: bool
+    runs_ahead: bool
     slot_idx: int | None = None
     preempted: bool = False
     aborted: bool = False
@@ -39,7 +46,16 @@ class Sequence:
 
     @classmethod
     def start(cls, request: Request, *, arrival: int) -> Sequence:
-        return cls(request=request, arrival=arrival, context=list(request.prompt_token_ids), priority=request.priority)
+        params = request.sampling
+        has_options = params.top_p < 1.0 or params.min_p > 0.0 or params.top_k is not None or params.num_top_logprobs > 0
+        return cls(
+            request=request,
+            arrival=arrival,
+            context=list(request.prompt_token_ids),
+            priority=request.priority,
+            has_options=has_options,
+            runs_ahead=not (has_options or params.stop_strings or len(params.stop_token_ids) > MAX_DEVICE_STOPS),
+        )
 
     @property
     def rank(self) -> tuple[int, bool, int]:
@@ -68,15 +84,11 @@ class Sequence:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Piece:
-    """A sequence's share of one step: context[start:end]; it samples when that reaches the end of the context."""
+class Piece(NamedTuple):
+    """A sequence's share of one step: context[start:end], and, if the context ends there, up to `max_draws` tokens after it."""
 
     sequence: Sequence
     start: int
     end: int
     decodes: bool
-
-    @property
-    def samples(self) -> bool:
-        return self.end == len(self.sequence.context)
+    max_draws: int

@@ -15,15 +15,17 @@ from jaxtyping import Int32
 
 from common.types import Request
 from rose_jax.jetstream.config import JetStreamConfig, bucket
-from rose_jax.jetstream.sequence import Piece, Sequence
+from rose_jax.jetstream.sequence import MAX_DEVICE_STOPS, Piece, Sequence
 from rose_jax.sampling import KEY_WORDS, key_words
 
-TOKEN, POSITION, SAMPLE_AT, DRAW = range(4)
+TOKEN, POSITION, SAMPLE_AT, DRAW, NUM_DRAWS, KEY = range(6)
 """Columns of a row. POSITION -1: computes nothing here. SAMPLE_AT: index of the hidden state whose successor is drawn, in the order
-rows then tiles (in invariant mode: offset in its own tile). DRAW: tokens sampled before."""
-KEY = 4
+rows then tiles (in invariant mode: offset in its own tile). DRAW: tokens sampled before. NUM_DRAWS: tokens to sample at most."""
 TEMPERATURE = KEY + KEY_WORDS
-TOP_P, MIN_P, TOP_K, NUM_TOP, ROW_PAGES = range(TEMPERATURE + 1, TEMPERATURE + 6)
+TOP_P, MIN_P, TOP_K, NUM_TOP, STOPS = range(TEMPERATURE + 1, TEMPERATURE + 6)
+ROW_PAGES = STOPS + MAX_DEVICE_STOPS
+"""STOPS: stop tokens, -1 where there are fewer. The page list comes last."""
+NO_TOKEN = -1
 BASE, FIRST, LAST, TILE_TOKENS = range(4)
 """Columns of a tile. It computes offsets FIRST <= offset < LAST from position BASE on; the page list follows its tokens."""
 
@@ -78,55 +80,56 @@ class SlotTable:
             self._filled[slot_idx] = pages
             self._num_pages[slot_idx] = 0
             self.rows[slot_idx] = 0
-            self.rows[slot_idx, DRAW:ROW_PAGES] = sampling_columns(sequence.request, self._vocab_size)
+            self.rows[slot_idx, KEY:ROW_PAGES] = sampling_columns(sequence.request, self._vocab_size)
         known = self._num_pages[slot_idx]
         if known != len(pages):
             self.rows[slot_idx, ROW_PAGES + known : ROW_PAGES + len(pages)] = pages[known:]
             self._num_pages[slot_idx] = len(pages)
 
 
-def uses_options(sequence: Sequence) -> bool:
-    """Whether drawing for it takes more than a temperature."""
-    params = sequence.request.sampling
-    return params.top_p < 1.0 or params.min_p > 0.0 or params.top_k is not None or params.num_top_logprobs > 0
-
-
 def sampling_columns(request: Request, vocab_size: int) -> Int32[np.ndarray, "columns"]:
-    """Columns DRAW to NUM_TOP of a request's row, at its first draw."""
+    """Columns KEY to STOPS of a request's row: what stays the same from draw to draw."""
     params = request.sampling
-    columns = np.zeros(ROW_PAGES - DRAW, np.int32)
-    columns[KEY - DRAW : TEMPERATURE - DRAW] = key_words(request.key).view(np.int32)
-    columns[TEMPERATURE - DRAW : TOP_K - DRAW] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(
-        np.int32
-    )
-    columns[TOP_K - DRAW] = vocab_size if params.top_k is None else min(params.top_k, vocab_size)
-    columns[NUM_TOP - DRAW] = params.num_top_logprobs
+    columns = np.zeros(ROW_PAGES - KEY, np.int32)
+    columns[: TEMPERATURE - KEY] = key_words(request.key).view(np.int32)
+    floats = np.array([params.temperature, params.top_p, params.min_p], np.float32)
+    columns[TEMPERATURE - KEY : TOP_K - KEY] = floats.view(np.int32)
+    columns[TOP_K - KEY] = vocab_size if params.top_k is None else min(params.top_k, vocab_size)
+    columns[NUM_TOP - KEY] = params.num_top_logprobs
+    stops = params.stop_token_ids if len(params.stop_token_ids) <= MAX_DEVICE_STOPS else ()
+    columns[STOPS - KEY :] = NO_TOKEN
+    columns[STOPS - KEY : STOPS - KEY + len(stops)] = stops
     return columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PackedStep:
-    """A step's inputs (None: nothing to compute), and which output row belongs to which sequence."""
+    """A step's inputs (None: nothing to compute), and which output row belongs to which sequence, with how many draws at most."""
 
     inputs: StepInputs | None
-    sampling: tuple[Sequence, ...]
-    output_rows: tuple[int, ...]
+    sampling: list[Sequence]
+    output_rows: list[int]
+
+
+NO_STEP = PackedStep(inputs=None, sampling=[], output_rows=[])
 
 
 def pack(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], num_chunks: int) -> PackedStep:
     """Lay the pieces out in the smallest buckets that hold them."""
     rows: list[list[Piece]] = [[] for _ in range(num_chunks)]
     prefills: list[list[Piece]] = [[] for _ in range(num_chunks)]
+    last_position = 0
     for piece in pieces:
-        table.refresh(piece.sequence)
-        pool = piece.sequence.pool
+        sequence, start, end, _, max_draws = piece
+        pool = sequence.pool
         assert pool is not None
-        if piece.end - piece.start > 1:
+        table.refresh(sequence)
+        last_position = max(last_position, end + max_draws - 1)
+        if end - start > 1:
             prefills[pool.chunk_idx].append(piece)
-        if piece.end - piece.start == 1 or piece.samples:
+        if end - start == 1 or max_draws:
             rows[pool.chunk_idx].append(piece)
-    context_tokens = bucket(max(piece.end for piece in pieces), config.contexts)
-    num_pages = context_tokens // config.page_tokens
+    num_pages = bucket(last_position, config.contexts) // config.page_tokens
     num_rows = bucket(max(map(len, rows)), config.rows)
     tile_counts = [sum(num_tiles(config, piece) for piece in chunk) for chunk in prefills]
     tiles_per_chunk = bucket(max(tile_counts), config.tiles) if any(tile_counts) else 0
@@ -141,11 +144,12 @@ def pack(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], num_chun
         first_row = chunk_idx * num_rows
         _fill_rows(table, row_array[chunk_idx], rows[chunk_idx], ends, first_row)
         for row_idx, piece in enumerate(rows[chunk_idx], start=first_row):
-            if piece.samples:
+            if piece.max_draws:
                 sampling.append(piece.sequence)
                 output_rows.append(row_idx)
-    inputs = StepInputs(rows=row_array, tiles=tile_array, with_options=any(map(uses_options, sampling)))
-    return PackedStep(inputs=inputs, sampling=tuple(sampling), output_rows=tuple(output_rows))
+    with_options = any([sequence.has_options for sequence in sampling])
+    inputs = StepInputs(rows=row_array, tiles=tile_array, with_options=with_options)
+    return PackedStep(inputs=inputs, sampling=sampling, output_rows=output_rows)
 
 
 def num_tiles(config: JetStreamConfig, piece: Piece) -> int:
@@ -175,19 +179,23 @@ def _fill_tiles(
 
 
 def _fill_rows(table: SlotTable, rows: Int32[np.ndarray, "R W"], pieces: list[Piece], ends: dict[int, int], first_row: int) -> None:
+    """Write the rows of one chunk; a piece in `ends` was computed as tiles and only samples here."""
     if not pieces:
         return
-    count, width = len(pieces), rows.shape[1]
     slots = [piece.sequence.slot_idx or 0 for piece in pieces]
-    rows[:count] = table.rows[np.array(slots), :width]
-    filled = rows[:count]
-    alone = [piece.end - piece.start == 1 for piece in pieces]
-    filled[:, TOKEN] = [piece.sequence.context[piece.start] for piece in pieces]
-    filled[:, POSITION] = [piece.start if single else -1 for piece, single in zip(pieces, alone, strict=True)]
-    filled[:, SAMPLE_AT] = [
-        first_row + row if single else ends[slot] for row, (slot, single) in enumerate(zip(slots, alone, strict=True))
+    filled = rows[: len(pieces)]
+    filled[:] = table.rows[np.array(slots), : rows.shape[1]]
+    dynamic = [
+        (
+            piece.sequence.context[piece.start],
+            -1 if slot in ends else piece.start,
+            ends.get(slot, row_idx),
+            len(piece.sequence.token_ids),
+            piece.max_draws or 1,
+        )
+        for row_idx, (slot, piece) in enumerate(zip(slots, pieces, strict=True), start=first_row)
     ]
-    filled[:, DRAW] = [len(piece.sequence.token_ids) for piece in pieces]
+    filled[:, TOKEN:KEY] = dynamic
 
 
 def pack_units(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], num_chunks: int) -> PackedStep:
@@ -206,7 +214,7 @@ def pack_units(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], nu
         chunk_idx, unit = pool.chunk_idx, int(counts[pool.chunk_idx])
         counts[chunk_idx] += num_tiles(config, piece)
         _fill_tiles(config, table, tiles[chunk_idx, unit:], [piece], 0)
-        if piece.samples:
+        if piece.max_draws:
             unit = int(counts[chunk_idx]) - 1
             rows[chunk_idx, unit] = table.rows[slot_idx, :ROW_PAGES]
             rows[chunk_idx, unit, SAMPLE_AT] = (piece.end - 1) % config.tile_tokens
@@ -214,4 +222,4 @@ def pack_units(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], nu
             sampling.append(piece.sequence)
             output_rows.append(chunk_idx * num_units + unit)
     inputs = StepInputs(rows=rows, tiles=tiles, with_options=True, num_units=counts)
-    return PackedStep(inputs=inputs, sampling=tuple(sampling), output_rows=tuple(output_rows))
+    return PackedStep(inputs=inputs, sampling=sampling, output_rows=output_rows)

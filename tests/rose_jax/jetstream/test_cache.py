@@ -252,6 +252,6 @@ def test_a_plan_sent_as_text_runs_on_a_second_process_s_runner() -> None:
         drawn = None if plan.inputs is None else follower.run(StepInputs.from_dict(json.loads(json.dumps(plan.inputs.to_dict()))))
         engine.submit(plan)
         result = engine.collect()
-        seen = {} if drawn is None else dict(zip(drawn.logprobs.tolist(), drawn.token_ids.tolist(), strict=True))
+        seen = {} if drawn is None else dict(zip(drawn.logprobs.ravel().tolist(), drawn.token_ids.ravel().tolist(), strict=True))
         for token in result.tokens:
             assert seen[token.behavior_logprob] == token.token_id

@@ -86,7 +86,7 @@ def test_everybody_finishes_and_no_page_is_lost(seed: int) -> None:
                 break
         scheduler.advance(pieces)
         for piece in pieces:
-            if not piece.samples:
+            if not piece.max_draws:
                 continue
             sequence = piece.sequence
             sequence.token_ids.append(rng.randrange(2))
