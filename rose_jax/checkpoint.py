@@ -14,12 +14,13 @@ that see the same folder.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,23 @@ def _find_damage(folder: Path, seal: Path) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _orbax_raises_only() -> Iterator[None]:
+    """Without the log lines in which Orbax's threads repeat, stack by stack, the error that it raises anyway."""
+    absl_logger = logging.getLogger("absl")
+    level = absl_logger.level
+    absl_logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        absl_logger.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, without the path through the layers of a database that the storage library puts before it."""
+    return str(error).rpartition("Failed writing: ")[2].replace("\n", " ")
+
+
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -188,6 +206,9 @@ class Checkpoints:
             step: larger than that of every whole checkpoint here. An unfinished or damaged one of the same step is replaced.
             arrays: trees of jax arrays by item name; not kept, free to be donated afterwards.
             progress: values that JSON keeps.
+
+        Raises:
+            CheckpointError: it could not be written (no room, no right). The checkpoints before it are as they were.
         """
         assert PROGRESS_ITEM not in arrays
         folder = self._directory / str(step)
@@ -199,10 +220,18 @@ class Checkpoints:
         items: dict[str, Any] = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in arrays.items()}
         record = {"fingerprint": self._fingerprint, "items": sorted(arrays), "progress": dict(progress)}
         items[PROGRESS_ITEM] = ocp.args.JsonSave(record)
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        self._manager.wait_until_finished()
+        try:
+            with _orbax_raises_only():
+                self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+                self._manager.wait_until_finished()
+            if self._is_primary:
+                _write_seal(folder, self._seal(step))
+        except (OSError, ValueError) as error:  # ValueError is what the storage library makes of the system's refusals
+            raise CheckpointError(
+                f"checkpoint {folder} could not be written: {_reason(error)}; make room or mend the folder, then run the same "
+                f"command again: it goes on from {f'checkpoint {self.steps[-1]}' if self.steps else 'the beginning'}"
+            ) from error
         if self._is_primary:
-            _write_seal(folder, self._seal(step))
             self._delete_old()
         self._barrier(f"checkpoint_sealed_{step}")
         self._manager.reload()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import errno
+import linecache
 import os
 import runpy
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from common import check_installation
@@ -41,13 +42,22 @@ class UsageError(ValueError):
     """A command line that asks for something that does not exist."""
 
 
-def define_config_flag(default: str | None = None) -> flags.FlagHolder[Config]:
+def flags_of(module_name: str) -> flags.FlagValues:
+    """Where a script defines its flags: those of the process if it is the one that runs, else its own.
+
+    Scripts share names (--config, --out), so one that is only imported, say by a test, must leave the process's flags alone.
+    """
+    return flags.FLAGS if module_name == "__main__" else flags.FlagValues()
+
+
+def define_config_flag(flag_values: flags.FlagValues, default: str | None = None) -> flags.FlagHolder[Config]:
     """The --config flag, by which a script takes a configuration file and changes to its fields."""
     return config_flags.DEFINE_config_file(
         CONFIG_FLAG,
         default,
         f"Configuration file: {_known_configs()}, or your own. --config.a.b=value changes a field, for example "
         "--config.optim.lr=1e-4 or --config.seed=1; all fields and what they mean: common/config.py.",
+        flag_values=flag_values,
     )
 
 
@@ -72,6 +82,7 @@ def run(main: Callable[[], None], *, required: Sequence[str] = (), after_interru
         (on_interrupt if callable(on_interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
 
     def guarded(_argv: Sequence[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save and a restore at INFO
         try:
             main()
         except KeyboardInterrupt:
@@ -82,11 +93,11 @@ def run(main: Callable[[], None], *, required: Sequence[str] = (), after_interru
             if not is_users(error):
                 raise
             _say(one_line(error))
-            sys.exit(2 if isinstance(error, ValueError) else 1)
+            _exit_without_waiting(2 if isinstance(error, ValueError) else 1)
 
     check_installation(__file__)
     signal.signal(signal.SIGTERM, on_terminate)
-    app.run(guarded, flags_parser=lambda argv: _parse(argv, required))
+    app.run(guarded, flags_parser=lambda argv: parse(argv, flags.FLAGS, required=required))
     raise AssertionError("app.run exits")
 
 
@@ -95,7 +106,7 @@ def _say(message: str) -> None:
 
 
 def _exit_without_waiting(status: int) -> NoReturn:
-    """End the process now: a thread that is stuck in somebody's environment must not hold up Ctrl-C."""
+    """End the process now: all that was opened is closed, and a thread stuck in somebody's code must not hold up Ctrl-C."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -113,14 +124,15 @@ def is_users(error: BaseException) -> bool:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether a statement of this repository raised it, not a library that was called wrongly."""
+    """Whether a `raise` of this repository raised it, not a library, in C perhaps, that was called wrongly."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     if traceback is None:
         return False
     path = Path(traceback.tb_frame.f_code.co_filename).resolve()
-    return path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    line = linecache.getline(str(path), traceback.tb_lineno)
+    return path.is_relative_to(ROOT) and "site-packages" not in path.parts and line.lstrip().startswith("raise ")
 
 
 def one_line(error: BaseException) -> str:
@@ -130,15 +142,16 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _parse(argv: Sequence[str], required: Sequence[str]) -> list[str]:
+def parse(argv: Sequence[str], flag_values: flags.FlagValues, *, required: Sequence[str] = ()) -> list[str]:
+    """Set the flags; a mistake in them ends the process with status 2 and one line. Returns argv without the flags."""
     try:
-        _check_config_arguments(argv)
-        rest = flags.FLAGS(argv)
+        _check_config_arguments(argv, flag_values)
+        rest = flag_values(argv)
         if rest[1:]:
             raise UsageError(f"unknown arguments {' '.join(rest[1:])}; changes to the configuration are written --config.a.b=value")
         for name in required:
-            if flags.FLAGS[name].value in (None, ""):
-                known = f"a configuration file: {_known_configs()}, or your own" if name == CONFIG_FLAG else flags.FLAGS[name].help
+            if flag_values[name].value in (None, ""):
+                known = f"a configuration file: {_known_configs()}, or your own" if name == CONFIG_FLAG else flag_values[name].help
                 raise UsageError(f"--{name} is missing; give it {known}")
     except (UsageError, flags.Error) as error:
         _say(f"{one_line(error)} (--help lists the flags)")
@@ -162,17 +175,17 @@ def _config_arguments(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, fields
 
 
-def _check_config_arguments(argv: Sequence[str]) -> None:
+def _check_config_arguments(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
     """Say in this project's words what the flag library would end a run with a traceback for.
 
     Raises:
         UsageError: the file, its get_config or a field that is changed does not exist.
     """
-    if CONFIG_FLAG not in flags.FLAGS:
+    if CONFIG_FLAG not in flag_values:
         return
     path, changed = _config_arguments(argv)
-    if path is None:
-        path = config_flags.get_config_filename(flags.FLAGS[CONFIG_FLAG]) if flags.FLAGS[CONFIG_FLAG].default else None
+    if path is None and flag_values[CONFIG_FLAG].default is not None:
+        path = config_flags.get_config_filename(flag_values[CONFIG_FLAG])
     if path is None:
         if changed:
             raise UsageError(

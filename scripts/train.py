@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from absl import flags, logging
+from absl import flags
 
 from common.config import Config, validate
 from common.metrics import RunLog, Stopwatch
@@ -35,12 +35,15 @@ from rose_jax.learner import Learner
 from rose_jax.mesh import make_mesh
 from rose_jax.policy import build_policy
 from rose_jax.publishing import LearnerPublisher
-from rose_jax.replica import JaxReplica
 from rose_jax.update import Phase
 from scripts import entry
+from scripts.replicas import make_replica
 
-_CONFIG = entry.define_config_flag()
-_WORKDIR = flags.DEFINE_string("workdir", None, "A folder for this run; the same command again goes on from what it holds.")
+_FLAGS = entry.flags_of(__name__)
+_CONFIG = entry.define_config_flag(_FLAGS)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "A folder for this run; the same command again goes on from what it holds.", flag_values=_FLAGS
+)
 
 NUM_REPORTED_TRAJECTORIES = 4
 
@@ -86,7 +89,7 @@ def train(config: Config, workdir: Path, stack: contextlib.ExitStack) -> None:
     store = MemoryStore()
     publisher = LearnerPublisher(config, store)
     stack.callback(publisher.close)
-    replica = JaxReplica("local", config, policy.model_config, store)
+    replica = make_replica("local", config, policy.model_config, store)
     runner = stack.enter_context(RolloutRunner(config, suite, policy.chat, replica))
 
     def publish() -> dict[str, float]:
@@ -164,7 +167,6 @@ def warm_up(config: Config, learner: Learner, demonstrations: WarmupDemonstratio
 
 
 def main() -> None:
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save at INFO
     config = _CONFIG.value
     validate(config)
     with open_workdir(Path(str(_WORKDIR.value))) as workdir, contextlib.ExitStack() as stack:
