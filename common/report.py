@@ -1,25 +1,38 @@
-"""The report of a run: report.md with curves.png, one trajectory turn by turn, and where the time went.
+"""The report of a run: report.md with curves.png, a solved and a failed trajectory turn by turn, and where the time went.
 
-Reads only what the run logged (a RunLog), so that a report can be made again at any time.
+Reads only what the run logged (a RunLog) and the trajectories it is given, so that a report can be made again at any time. A run
+that was cut short, or had no warm-up, has a report too: what is missing is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from common.metrics import TIME_METRICS, RunLog
 from common.types import Trajectory
 
-EVAL_MODES = ("sampled", "greedy")
+EVAL_MODES = {"sampled": "C0", "greedy": "C1"}
+"""How held-out tasks are played, and the colour each is drawn in."""
 SMOOTHING = 0.2
 """Weight of the newest value in the exponentially weighted line drawn over noisy per-version values."""
+
+
+FEW_POINTS = 30
+"""Lines with fewer points show each of them."""
+FILES = {
+    "config.json": "the resolved configuration",
+    "metrics.jsonl": "every figure, one row per warm-up update, version, evaluation and checkpoint",
+    "tensorboard/": "the same for TensorBoard",
+    "checkpoints/": "what the same command goes on from",
+    "model/": "the trained model in Hugging Face form",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +73,28 @@ def seconds_by_part(log: RunLog) -> dict[str, float]:
     return totals
 
 
+def headline(log: RunLog) -> str:
+    """The result in one sentence."""
+    evals = evaluations(log)
+    if not evals:
+        return "Not evaluated yet"
+    first, last = evals[0], evals[-1]
+    if last.version == first.version:
+        return f"Sampled success {last.sampled:.2f} on {last.num_tasks} held-out tasks at version {last.version}"
+    return (
+        f"Sampled success {first.sampled:.2f} → {last.sampled:.2f} on {last.num_tasks} held-out tasks in "
+        f"{last.version - first.version} versions"
+    )
+
+
 def summary_lines(log: RunLog) -> list[str]:
     """What the terminal shows at the end."""
     evals, parts = evaluations(log), seconds_by_part(log)
     lines = []
     if evals:
         first, last = evals[0], evals[-1]
-        lines.append(f"Success on {last.num_tasks} held-out tasks      before RL         after {last.version} versions")
+        title = f"Success on {last.num_tasks} held-out tasks"
+        lines.append(f"{title:<34}{'before RL':<18}after {last.version} versions")
         for mode in EVAL_MODES:
             values = [f"{getattr(e, mode):.3f} ± {getattr(e, mode + '_stderr'):.3f}" for e in (first, last)]
             lines.append(f"  {mode:<32}{values[0]:<18}{values[1]}")
@@ -77,24 +105,51 @@ def summary_lines(log: RunLog) -> list[str]:
     return lines
 
 
+def _success_table(log: RunLog) -> list[str]:
+    rows = [
+        f"| {e.version} | {e.sampled:.3f} ± {e.sampled_stderr:.3f} | {e.greedy:.3f} ± {e.greedy_stderr:.3f} | {e.num_tasks} |"
+        for e in evaluations(log)
+    ]
+    return ["| version | sampled | greedy | held-out tasks |", "|--:|--:|--:|--:|", *rows, ""] if rows else []
+
+
+def _time_table(log: RunLog) -> list[str]:
+    parts = seconds_by_part(log)
+    total_s = sum(parts.values())
+    rows = [f"| {name} | {seconds:.1f} | {seconds / total_s:.0%} |" for name, seconds in parts.items()]
+    return ["| part | seconds | share |", "|---|--:|--:|", *rows, f"| together | {total_s:.1f} | |", ""] if rows else []
+
+
 def trajectory_markdown(trajectory: Trajectory) -> str:
-    """One episode turn by turn, with the log-probability of each action and the weight version it was sampled under."""
+    """One episode turn by turn, with the probability of each action and the weight version it was sampled under."""
+    num_tokens, num_own = len(trajectory.token_ids), int(trajectory.loss_mask.sum())
     lines = [
-        f"Task `{trajectory.task.task_id}`: reward {trajectory.reward:g}, {'solved' if trajectory.success else 'not solved'}, "
-        f"ended by {trajectory.end.value} after {len(trajectory.turns)} turns and {len(trajectory.token_ids)} tokens.",
+        f"Task `{trajectory.task.task_id}`: {'solved' if trajectory.success else 'not solved'}, reward {trajectory.reward:g}, "
+        f"ended by {trajectory.end.value} after {len(trajectory.turns)} turns. {num_tokens} tokens, of which the agent wrote "
+        f"{num_own}: only these are learnt from.",
         "",
-        "| turn | observation | action | log-probability | version | reward |",
-        "|---|---|---|---|---|---|",
+        "| turn | the environment says | the agent does | probability | version | reward |",
+        "|--:|---|---|--:|--:|--:|",
     ]
     for turn_idx, turn in enumerate(trajectory.turns):
         span = slice(turn.start_token_idx, turn.end_token_idx)
-        logprob = float(trajectory.behavior_logprobs[span].sum())
-        versions = sorted({int(version) for version in trajectory.weight_versions[span]})
-        observation, action = (text.replace("|", "\\|").replace("\n", " ") for text in (turn.observation, turn.action))
-        lines.append(
-            f"| {turn_idx} | {observation} | **{action}** | {logprob:.2f} | {', '.join(map(str, versions))} | {turn.reward:g} |"
-        )
+        probability = math.exp(float(trajectory.behavior_logprobs[span].sum()))
+        versions = ", ".join(str(version) for version in sorted(set(trajectory.weight_versions[span].tolist())))
+        observation, action = _cell(turn.observation), _cell(turn.action)
+        lines.append(f"| {turn_idx} | {observation} | **{action}** | {probability:.2g} | {versions} | {turn.reward:g} |")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end a table's cell or row; nothing is shown as such."""
+    return text.replace("|", "\\|").replace("\n", "<br>").strip() or "(nothing)"
+
+
+def choose_examples(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The first that was solved and the first that was not, as far as there are such."""
+    solved = [trajectory for trajectory in trajectories if trajectory.success]
+    failed = [trajectory for trajectory in trajectories if not trajectory.success]
+    return solved[:1] + failed[:1]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -104,52 +159,77 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return smoothed
 
 
-def plot_curves(log: RunLog, path: Path) -> None:
-    """Warm-up loss, success, policy diagnostics and where the time went, as one picture."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-    warmup, success, policy, time_axis = axes.flat
-    for name in ("loss", "validation_loss"):
-        warmup.plot(*log.series("warmup", name), label=name.replace("_", " "), marker="." if name != "loss" else None)
-    warmup.set(title="Warm-up on demonstrations", xlabel="update", ylabel="negative log-likelihood (nats/token)")
-    warmup.legend()
+def _plain(axes: Axes, title: str, **labels: object) -> None:
+    axes.set(title=title, **labels)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, alpha=0.25)
+
+
+def _plot_success(axes: Axes, log: RunLog) -> None:
     versions, rollout_success = log.series("train", "rollout_success")
-    success.plot(versions, rollout_success, alpha=0.3, color="C0")
-    success.plot(versions, _smooth(rollout_success), color="C0", label="training rollouts (smoothed)")
+    axes.plot(versions, rollout_success, alpha=0.25, color="0.5")
+    axes.plot(versions, _smooth(rollout_success), color="0.5", label="training rollouts, smoothed")
     evals = evaluations(log)
-    for mode, color in zip(EVAL_MODES, ("C1", "C2"), strict=True):
+    for mode, color in EVAL_MODES.items():
         values, errors = [getattr(e, mode) for e in evals], [getattr(e, f"{mode}_stderr") for e in evals]
-        success.errorbar([e.version for e in evals], values, yerr=errors, fmt="o-", color=color, label=f"held-out, {mode}")
-    success.set(title="Success", xlabel="weight version", ylim=(0, 1))
-    success.legend(loc="lower right")
-    for name in ("entropy", "clip_fraction_high", "clip_fraction_low", "bf16_unchanged_share"):
-        steps, values = log.series("train", name)
-        if values:
-            policy.plot(steps, values, label=name.replace("_", " "))
-    policy.set(title="Policy", xlabel="weight version")
-    if policy.lines:
-        policy.legend()
+        axes.errorbar([e.version for e in evals], values, yerr=errors, fmt="o-", capsize=3, color=color, label=f"held-out, {mode}")
+    _plain(axes, headline(log), xlabel="weight version", ylabel="share of tasks solved", ylim=(0, 1.02))
+    axes.legend(loc="lower right")
+
+
+def _plot_time(axes: Axes, log: RunLog) -> None:
     parts = seconds_by_part(log)
-    time_axis.barh(list(parts), list(parts.values()))
-    time_axis.invert_yaxis()
-    time_axis.set(title="Where the time went", xlabel="wall seconds")
+    total_s = sum(parts.values())
+    bars = axes.barh(list(parts), list(parts.values()), color="C2")
+    axes.bar_label(bars, [f"{seconds:.0f} s, {seconds / total_s:.0%}" for seconds in parts.values()], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.35)  # room for the labels
+    _plain(axes, f"Where {total_s / 60:.1f} minutes went", xlabel="wall seconds")
+    axes.grid(visible=False)
+
+
+def _plot_series(axes: Axes, log: RunLog, phase: str, names: Sequence[str], title: str, **labels: object) -> None:
+    for name in names:
+        steps, values = log.series(phase, name)
+        marker = "o" if len(steps) < FEW_POINTS else None
+        if steps:
+            axes.plot(steps, values, marker=marker, markersize=3, label=name.replace("_", " "))
+    if not axes.lines:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color="0.5")
+    elif len(axes.lines) > 1:
+        axes.legend()
+    _plain(axes, title, **labels)
+
+
+def plot_curves(log: RunLog, path: Path) -> None:
+    """Success, where the time went, warm-up loss, entropy and how much of the weights stayed as it was, as one picture."""
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 6, height_ratios=(1.3, 1))
+    _plot_success(figure.add_subplot(grid[0, :4]), log)
+    _plot_time(figure.add_subplot(grid[0, 4:]), log)
+    warmup, entropy, unchanged = (figure.add_subplot(grid[1, start : start + 2]) for start in (0, 2, 4))
+    losses = ("loss", "validation_loss")
+    _plot_series(warmup, log, "warmup", losses, "Warm-up on demonstrations", xlabel="update", ylabel="nats per token")
+    _plot_series(entropy, log, "train", ("entropy",), "Entropy of the policy", xlabel="weight version", ylabel="nats per token")
+    share = ("bf16_unchanged_share",)
+    _plot_series(unchanged, log, "train", share, "bf16 weights a version leaves unchanged", xlabel="weight version", ylabel="share")
+    unchanged.set_ylim(0, 1.02)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def write_report(log: RunLog, workdir: Path, trajectories: Sequence[Trajectory]) -> Path:
     """Write report.md and curves.png into the workdir and return the former.
 
     Args:
-        trajectories: examples to show turn by turn, for instance one solved and one not.
+        trajectories: of the last version; one that was solved and one that was not are shown.
     """
     plot_curves(log, workdir / "curves.png")
-    parts = ["# Report", "", "```", *summary_lines(log), "```", "", "![curves](curves.png)", ""]
-    parts += [
-        "The resolved configuration is in `config.json`, every figure in `metrics.jsonl`, TensorBoard files in `tensorboard/`.",
-        "",
-    ]
-    for number, trajectory in enumerate(trajectories, start=1):
-        parts += [f"## Trajectory {number}", "", trajectory_markdown(trajectory), ""]
+    parts = [f"# {headline(log)}", "", "![curves](curves.png)", "", *_success_table(log), "## Where the time went", ""]
+    parts += [*_time_table(log)]
+    for trajectory in choose_examples(trajectories):
+        parts += [f"## A task that was {'' if trajectory.success else 'not '}solved", "", trajectory_markdown(trajectory), ""]
+    parts += ["## Files", "", *(f"- `{name}`: {what}" for name, what in FILES.items()), ""]
     path = workdir / "report.md"
     path.write_text("\n".join(parts))
     return path
