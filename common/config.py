@@ -59,6 +59,12 @@ class EnvConfig:
 class SamplerConfig:
     """The engine that generates. `max_context_tokens` bounds prompt + completion of one request."""
 
+    backend: str = "jetstream"
+    """jetstream (JAX) or vllm."""
+    tensor_parallel: int = 1
+    """vllm only: ranks that share the model, each a process."""
+    own_process: bool = False
+    """vllm only: run a single rank in a process of its own too, as CUDA needs beside another engine."""
     max_slots: int = 64
     max_context_tokens: int = 384
     max_step_tokens: int = 8192
@@ -66,13 +72,13 @@ class SamplerConfig:
     max_turn_tokens: int = 4
     temperature: float = 1.0
     page_tokens: int = 8
-    """Tokens of a cache page: the unit of memory, of prefix reuse, and of the tiles that prompts are computed in."""
+    """jetstream only: tokens of a cache page, the unit of memory and prefix reuse, and of the tiles prompts are computed in."""
     max_prefill_tiles: int = 64
-    """Tiles of page_tokens that one step can prefill."""
+    """jetstream only: tiles of page_tokens that one step can prefill."""
     stale_cache: str = "drop"
     """What new weights do to cached keys and values of older ones: keep, drop or tag (common.serving.engine.StaleCache)."""
     invariant: bool = False
-    """Tokens and log-probabilities of a request are bit for bit the same whatever runs beside it; slower."""
+    """jetstream only: tokens and log-probabilities of a request are bit for bit the same whatever runs beside it; slower."""
 
 
 @dataclasses.dataclass
@@ -258,7 +264,15 @@ def validate(config: Config) -> None:
     _validate_learning(config)
     sampler = config.sampler
     _require_positive("sampler", sampler, "max_slots", "max_context_tokens", "max_step_tokens", "max_turn_tokens")
-    _require_positive("sampler", sampler, "page_tokens", "max_prefill_tiles")
+    _require_positive("sampler", sampler, "page_tokens", "max_prefill_tiles", "tensor_parallel")
+    _require_one_of("sampler.backend", sampler.backend, ("jetstream", "vllm"))
+    for name, default in (("tensor_parallel", 1), ("own_process", False)):
+        value = getattr(sampler, name)
+        _require(
+            sampler.backend == "vllm" or value == default,
+            f"sampler.{name}={value} needs sampler.backend='vllm', not {sampler.backend!r}",
+        )
+    _require(sampler.backend != "vllm" or not sampler.invariant, "sampler.invariant=True needs sampler.backend='jetstream'")
     _require_one_of("sampler.stale_cache", sampler.stale_cache, ("keep", "drop", "tag"))
     _require_not_negative("sampler", sampler, "temperature")
     _require(

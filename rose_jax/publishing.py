@@ -20,11 +20,11 @@ class LearnerPublisher:
         self._publisher = Publisher(store, anchor_interval=config.transfer.anchor_interval)
         self._previous: nnx.State | None = None
 
-    def publish(self, learner: Learner) -> tuple[nnx.State, dict[str, float]]:
+    def publish(self, learner: Learner) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """Publish the learner's version and wait until replicas can have all of it.
 
         Returns:
-            The weights as published, and metrics: bytes on the wire, their share of the dense size, changed elements.
+            The weights as published, by checkpoint name; and metrics: bytes on the wire, their share of the dense size, changes.
         """
         published = learner.published_params()
         named = {name: np.asarray(tensor) for name, tensor in named_tensors(published)}
@@ -36,7 +36,7 @@ class LearnerPublisher:
         if self._previous is not None:
             metrics |= unchanged_share(self._previous, published)
         self._previous = published
-        return published, metrics
+        return named, metrics
 
     def close(self) -> None:
         self._publisher.close()

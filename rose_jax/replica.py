@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,13 +47,9 @@ class JaxReplica(LocalReplica[nnx.State]):
         subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
         super().__init__(replica_id, engine, subscriber, max_step_tokens=config.sampler.max_step_tokens)
 
-    def differing_tensors(self, published: nnx.State) -> list[str]:
+    def differing_tensors(self, published: Mapping[str, np.ndarray]) -> list[str]:
         """Names of live tensors whose bits are not those of the published ones."""
-        return [
-            name
-            for name, tensor in named_tensors(published)
-            if np.asarray(tensor).tobytes() != self.target.published(name).tobytes()
-        ]
+        return [name for name, tensor in published.items() if tensor.tobytes() != self.target.published(name).tobytes()]
 
 
 def replica_of_policy(config: Config, policy: Policy, *, version: int) -> JaxReplica:

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,8 @@ def test_every_config_file_is_valid_and_documented(name: str) -> None:
         ("model.head_dim", 33, ["model.head_dim=33", "even"]),
         ("model.weights_dtype", "int8", ["model.weights_dtype='int8'", "float32, bfloat16"]),
         ("sampler.max_context_tokens", 4096, ["4096", "model.max_position_embeddings=1024"]),
+        ("sampler.backend", "sglang", ["sampler.backend='sglang'", "jetstream, vllm"]),
+        ("sampler.tensor_parallel", 2, ["sampler.tensor_parallel=2", "sampler.backend='vllm'"]),
         ("sampler.max_turn_tokens", 500, ["sampler.max_turn_tokens=500", "sampler.max_context_tokens="]),
         ("warmup.random_action_share", 1.5, ["warmup.random_action_share=1.5"]),
         ("optim.schedule", "step", ["optim.schedule='step'", "cosine"]),
@@ -44,7 +47,7 @@ def test_a_bad_value_is_named_with_the_fix(field: str, value: object, words: lis
     config = Config()
     section, name = field.split(".")
     setattr(getattr(config, section), name, value)
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
         validate(config)
     for word in words:
         assert word in str(error.value)
