@@ -27,14 +27,22 @@ from common.rollout.demonstrations import demonstrate
 from common.rollout.environment import load_task_suite
 from common.rollout.evaluate import success_rate
 from common.types import Split, Trajectory
+from scripts import entry
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-_CONFIGS = flags.DEFINE_list("configs", ["household_cpu", "frozenlake_mixed_cpu"], "Names of files under configs/, without .py.")
-_WORKDIRS = flags.DEFINE_list("workdirs", [], "Finished runs of these configurations, in the same order; an empty name: none.")
-_EPISODES = flags.DEFINE_integer("episodes", 500, "Episodes of each player.", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, 'JSON file to write {"rows": [...]} to; the plot goes beside it as .png.', required=True)
+_FLAGS = entry.flags_of(__name__)
+_CONFIGS = flags.DEFINE_list(
+    "configs", ["household_cpu", "frozenlake_mixed_cpu"], "Names of files under configs/, without .py.", flag_values=_FLAGS
+)
+_WORKDIRS = flags.DEFINE_list(
+    "workdirs", [], "Finished runs of these configurations, in the same order; an empty name: none.", flag_values=_FLAGS
+)
+_EPISODES = flags.DEFINE_integer("episodes", 500, "Episodes of each player.", lower_bound=1, flag_values=_FLAGS)
+_OUT = flags.DEFINE_string(
+    "out", None, 'JSON file to write {"rows": [...]} to; the plot goes beside it as .png.', required=True, flag_values=_FLAGS
+)
 
 PERCENTILES = (50, 90, 99)
 NUM_COLUMNS = 2

@@ -29,12 +29,13 @@ from common.transfer.manifest import BucketWriter, UpdateKey, UpdateKind
 from common.transfer.publisher import Publisher
 from common.transfer.shards import TensorLayout, build_layout
 from common.transfer.store.memory import MemoryStore
-from scripts import transfer_baselines, transfer_data, transfer_sync
+from scripts import entry, transfer_baselines, transfer_data, transfer_sync
 from scripts.transfer_data import Weights
 
-_OUT = flags.DEFINE_string("out", None, "JSON file to write; without it figures are only printed.")
-_QUICK = flags.DEFINE_bool("quick", False, "A smaller model and fewer links.")
-_ONLY = flags.DEFINE_list("only", ["sizes", "real", "speed", "blocking", "sync"], "Parts to run.")
+_FLAGS = entry.flags_of(__name__)
+_OUT = flags.DEFINE_string("out", None, "JSON file to write; without it figures are only printed.", flag_values=_FLAGS)
+_QUICK = flags.DEFINE_bool("quick", False, "A smaller model and fewer links.", flag_values=_FLAGS)
+_ONLY = flags.DEFINE_list("only", ["sizes", "real", "speed", "blocking", "sync"], "Parts to run.", flag_values=_FLAGS)
 
 UNCHANGED = (0.99, 0.97, 0.9, 0.5)
 LEARNING_RATES = (3e-4, 3e-5, 3e-6)
