@@ -54,8 +54,8 @@ def read_update(path: Path) -> StagedUpdate:
     Raises:
         ValueError: not a whole file of `write_update`.
     """
-    content = np.memmap(path, np.uint8, "c")  # private: never written, but torch warns of read-only arrays
     try:
+        content = np.memmap(path, np.uint8, "c")  # private: never written, but torch warns of read-only arrays
         head_bytes = int.from_bytes(content[:_LENGTH_BYTES].tobytes(), "little")
         data = _LENGTH_BYTES + head_bytes
         header = json.loads(content[_LENGTH_BYTES:data].tobytes())

@@ -10,7 +10,7 @@ import pytest
 
 from common.serving.engine import StaleCache, StepEngine
 from tests.conformance.driver import Driver
-from tests.conformance.registry import ENGINES, MAX_CONTEXT_TOKENS, MAX_SLOTS, MIN_VOCAB_SIZE, EngineCase, Feature
+from tests.conformance.registry import ENGINES, MAX_CONTEXT_TOKENS, MAX_SLOTS, MIN_VOCAB_SIZE, SLOW_ENGINES, EngineCase, Feature
 
 _kept: dict[str, StepEngine[Any]] = {}
 
@@ -20,7 +20,7 @@ def _build(name: str) -> EngineCase:
     return ENGINES[name]()
 
 
-@pytest.fixture(params=sorted(ENGINES))
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_ENGINES)) for name in sorted(ENGINES)])
 def engine_name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -76,12 +76,18 @@ class EngineCase:
 ENGINES: dict[str, Callable[[], EngineCase]] = {}
 
 
-def register(name: str) -> Callable[[Callable[[], EngineCase]], Callable[[], EngineCase]]:
+SLOW_ENGINES: set[str] = set()
+"""Their tests carry the mark `slow`."""
+
+
+def register(name: str, *, slow: bool = False) -> Callable[[Callable[[], EngineCase]], Callable[[], EngineCase]]:
     """Decorator: the function below it builds the case of engine `name`."""
 
     def add(build: Callable[[], EngineCase]) -> Callable[[], EngineCase]:
         assert name not in ENGINES, f"engine {name!r} is registered twice"
         ENGINES[name] = build
+        if slow:
+            SLOW_ENGINES.add(name)
         return build
 
     return add
@@ -309,7 +315,7 @@ def _vllm_folder() -> tempfile.TemporaryDirectory:
     return folder
 
 
-def _vllm_case(stale_cache: StaleCache, **options: Any) -> EngineCase:
+def _vllm_case(stale_cache: StaleCache, *, own_process: bool = False, **options: Any) -> EngineCase:
     from rose_gpu.vllm.environment import installed_vllm
 
     if installed_vllm() is None:
@@ -317,9 +323,10 @@ def _vllm_case(stale_cache: StaleCache, **options: Any) -> EngineCase:
     from common.serving.fake_model import token_text
     from rose_gpu.vllm.direct_update import whole_update
     from rose_gpu.vllm.engine import VllmEngine
+    from rose_gpu.vllm.group import WorkerGroup
     from rose_gpu.vllm.options import VllmOptions
 
-    def make() -> VllmEngine:
+    def make() -> VllmEngine | WorkerGroup:
         engine_options = VllmOptions(
             model_dir=_vllm_folder().name,
             max_slots=MAX_SLOTS,
@@ -327,7 +334,8 @@ def _vllm_case(stale_cache: StaleCache, **options: Any) -> EngineCase:
             stale_cache=stale_cache,
             **options,
         )
-        return VllmEngine(engine_options, decode=lambda token_ids: "".join(map(token_text, token_ids)))
+        form = WorkerGroup if own_process else VllmEngine
+        return form(engine_options, decode=lambda token_ids: "".join(map(token_text, token_ids)))
 
     def wrong_weights() -> dict[str, object]:
         incomplete = whole_update(_vllm_tensors(1))
@@ -365,3 +373,14 @@ def vllm_tag() -> EngineCase:
 @register("vllm-drop")
 def vllm_drop() -> EngineCase:
     return _vllm_case(StaleCache.DROP)
+
+
+@register("vllm-group", slow=True)
+def vllm_group() -> EngineCase:
+    """vLLM in a process of its own; each start costs an import of vLLM."""
+    return _vllm_case(StaleCache.TAG, own_process=True)
+
+
+@register("vllm-group-two-ranks", slow=True)
+def vllm_two_ranks() -> EngineCase:
+    return _vllm_case(StaleCache.DROP, own_process=True, tensor_parallel=2)
