@@ -20,12 +20,12 @@ train: ## train an agent: warm-up, reinforcement learning, report in WORKDIR
 test: ## lint, types, import contracts and the fast tests (what CI runs)
 	@requirements/install.sh test-cpu
 	@$(MAKE) --no-print-directory lint
-	@$(VENV_PYTHON) -m pytest -m "not slow" $(ARGS)
+	@$(VENV_PYTHON) -m pytest -n 2 -m "not slow" $(ARGS)
 
 test-all: ## everything, the long suites too
 	@requirements/install.sh test-cpu
 	@$(MAKE) --no-print-directory lint
-	@$(VENV_PYTHON) -m pytest $(ARGS)
+	@$(VENV_PYTHON) -m pytest -n 2 $(ARGS)
 
 lint: ## ruff, mypy, import-linter
 	@requirements/install.sh test-cpu
