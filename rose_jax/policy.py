@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from common.config import Config
 from common.rollout.chat import ChatTokenizer
 from common.rollout.environment import TaskSuite
-from rose_jax.export import load_checkpoint
+from rose_jax.export import load_checkpoint, load_config
 from rose_jax.models.qwen3 import create_model
 from rose_jax.models.qwen3_config import Qwen3Config
 
@@ -33,18 +33,24 @@ def build_policy(config: Config, suite: TaskSuite, mesh: Mesh) -> Policy:
 
     Raises:
         CheckpointError: the folder cannot be used.
-        ValueError: the context the sampler is configured for exceeds the model's.
+        ValueError: the context the sampler is configured for exceeds the model's, or the tokenizer is another model's.
     """
     model = config.model
     if model.checkpoint is not None:
         folder = Path(model.checkpoint)
-        model_config, params = load_checkpoint(folder, mesh=mesh)
+        model_config = load_config(folder)  # the small files first: an error in them should not wait for all weights
         chat = ChatTokenizer.load(folder)
+        if chat.vocab_size > model_config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {folder} has {chat.vocab_size} tokens, the model's vocabulary {model_config.vocab_size}; "
+                "put the tokenizer there that the model was trained with"
+            )
         if config.sampler.max_context_tokens > model_config.max_position_embeddings:
             raise ValueError(
                 f"sampler.max_context_tokens={config.sampler.max_context_tokens} is above the "
                 f"{model_config.max_position_embeddings} positions of {folder}; lower it"
             )
+        _, params = load_checkpoint(folder, mesh=mesh)
         return Policy(model_config=model_config, params=params, chat=chat)
     chat = ChatTokenizer.from_vocabulary(suite.vocabulary())
     model_config = Qwen3Config(
