@@ -53,20 +53,26 @@ def open_workdir(workdir: Path) -> Iterator[Path]:
         yield workdir
 
 
-def record_config(workdir: Path, config: Config) -> list[str]:
-    """Write config.json whole or not at all, and return what differs from the one that was there.
+def changed_fields(workdir: Path, config: Config) -> list[str]:
+    """What differs from the recorded configuration, a line for each field; nothing if none was recorded.
 
     Raises:
-        ValueError: the one that is there cannot be read.
+        ValueError: the recorded one cannot be read.
     """
-    path, text = workdir / CONFIG_FILE, config_json(config)
-    changed: list[str] = []
-    if path.exists():
-        try:
-            changed = _changed_fields(json.loads(path.read_text()), json.loads(text))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON ({error}); remove it, it only serves to show what changed") from error
+    path = workdir / CONFIG_FILE
+    if not path.exists():
+        return []
+    try:
+        return _changed_fields(json.loads(path.read_text()), json.loads(config_json(config)))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it, it only serves to show what changed") from error
+
+
+def record_config(workdir: Path, config: Config) -> list[str]:
+    """Write config.json whole or not at all, and return what differs from the one that was there, as `changed_fields` does."""
+    changed = changed_fields(workdir, config)
+    path = workdir / CONFIG_FILE
     temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(text)
+    temporary.write_text(config_json(config))
     os.replace(temporary, path)
     return changed

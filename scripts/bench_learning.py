@@ -16,17 +16,21 @@ import sys
 import time
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from common import check_installation
-from common.config import validate
+from common.config import Config, validate
 from common.metrics import TIME_METRICS, Scalar, read_metrics
+from common.workdir import changed_fields
+from scripts import entry
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/frozenlake_cpu.py", "Configuration; --config.x.y=z changes a field.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds: 0, 1, ...", lower_bound=1)
-_OUT = flags.DEFINE_string("out", None, 'JSON file to write {"rows": [...]} to.')
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs go (default runs/bench_learning/NAME); finished ones are kept.")
+_FLAGS = entry.flags_of(__name__)
+_CONFIG = entry.define_config_flag(_FLAGS, "configs/frozenlake_cpu.py")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Number of seeds: 0, 1, ...", lower_bound=1, flag_values=_FLAGS)
+_OUT = flags.DEFINE_string("out", None, 'JSON file to write {"rows": [...]} to.', flag_values=_FLAGS)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the runs go (default runs/bench_learning/NAME); finished ones are kept.", flag_values=_FLAGS
+)
 
 LAST_EVALUATIONS = 3
 MEASURED = ("sampled", "greedy")
@@ -67,28 +71,43 @@ def print_table(rows: list[dict[str, Scalar]]) -> None:
         print(f"  {name:<16} mean {statistics.fmean(values):.3f}  min {min(values):.3f}  max {max(values):.3f}")
 
 
-def main(argv: list[str]) -> None:
-    check_installation(__file__)
-    if argv[1:]:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; changes to the configuration are written --config.x.y=z")
-    validate(_CONFIG.value)
-    config_arguments = [f"--config={config_flags.get_config_filename(flags.FLAGS['config'])}"]
-    config_arguments += [argument for argument in sys.argv[1:] if argument.startswith(("--config.", "-config."))]
-    config_name = Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
-    base = Path(_WORKDIR.value or f"runs/bench_learning/{config_name}")
+def is_finished(workdir: Path, config: Config) -> bool:
+    """Whether the run there came to its end: then it is read and not started again.
+
+    Raises:
+        ValueError: it is a run of another configuration, whose figures would pass for this one's.
+    """
+    if changed := changed_fields(workdir, config):
+        raise ValueError(f"{workdir} holds a run of another configuration ({'; '.join(changed)}); name another --workdir")
+    rows = read_metrics(workdir / "metrics.jsonl")
+    is_evaluated = any(row["phase"] == "eval" and row["step"] == config.num_versions for row in rows)
+    return is_evaluated and (workdir / "report.md").exists()
+
+
+def main() -> None:
+    config = _CONFIG.value
+    validate(config)
+    config_path = config_flags.get_config_filename(flags.FLAGS[entry.CONFIG_FLAG])
+    arguments = [f"--config={config_path}"]
+    arguments += [argument for argument in sys.argv[1:] if argument.startswith(("--config.", "-config."))]
+    base = Path(_WORKDIR.value or f"runs/bench_learning/{Path(config_path).stem}")
     rows = []
     for seed in range(_SEEDS.value):
-        workdir = base / f"seed{seed}"
-        command = [sys.executable, "-m", "scripts.train", *config_arguments, f"--config.seed={seed}", f"--workdir={workdir}"]
-        started_s = time.monotonic()
-        print(f"seed {seed}: {' '.join(command[1:])}", flush=True)
-        subprocess.run(command, check=True)
+        workdir, config.seed = base / f"seed{seed}", seed
+        command = [sys.executable, "-m", "scripts.train", *arguments, f"--config.seed={seed}", f"--workdir={workdir}"]
+        if is_finished(workdir, config):
+            print(f"seed {seed}: finished before, read from {workdir}", flush=True)
+        else:
+            started_s = time.monotonic()
+            print(f"seed {seed}: {' '.join(command[1:])}", flush=True)
+            if (status := subprocess.run(command).returncode) != 0:
+                sys.exit(f"seed {seed} ended with status {status}; the same command goes on with it")
+            print(f"seed {seed} took {(time.monotonic() - started_s) / 60:.1f} min", flush=True)
         rows.append(row_of(read_metrics(workdir / "metrics.jsonl"), seed))
-        print(f"seed {seed} took {(time.monotonic() - started_s) / 60:.1f} min", flush=True)
         if _OUT.value:
             Path(_OUT.value).write_text(json.dumps({"rows": rows}, indent=1))
     print_table(rows)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    entry.run(main, after_interrupt="The same command goes on; finished seeds are kept.")
