@@ -41,6 +41,10 @@ RULES = (
     "Answer with one action : go room , open container , take object , put container . You can hold one object"
 )
 
+IMPOSSIBLE_SHARE = 0.5
+"""Of random actions in demonstrations, those drawn from all actions of the house, most of them impossible at the time. Without
+them a policy never saw `cannot` in its warm-up, and repeated the impossible action to the end when decoding greedily."""
+
 Places = dict[str, str]
 """object -> container."""
 
@@ -185,12 +189,14 @@ class HouseholdEnvironment:
         self._open: set[str] = set()
         self._room = ""
         self._held: str | None = None
+        self._objects: list[str] = []
         self._looked: set[str] = set()
         """Containers whose content was in sight at some time."""
 
     async def reset(self, task: Task) -> str:
         spec = json.loads(task.spec)
         self._rooms, self._goals, self._places = spec["rooms"], spec["goals"], spec["places"]
+        self._objects = list(self._places)
         self._open, self._room, self._held, self._looked = set(spec["open"]), spec["start"], None, set()
         goals = " ".join(f"{FIND}{name} {INTO}{container}" for name, container in self._goals.items())
         return f"{goals} {GOALS_END} {self._look()}"
@@ -212,8 +218,13 @@ class HouseholdEnvironment:
         return " ".join(self._expert_choice())
 
     def random_action(self, rng: np.random.Generator) -> str:
-        possible = self._possible_actions()
-        return " ".join(possible[rng.integers(len(possible))]) if possible else f"open {self._rooms[self._room][0]}"
+        actions = self._possible_actions()
+        if rng.random() < IMPOSSIBLE_SHARE or not actions:
+            containers = [container for names in self._rooms.values() for container in names]
+            names = {"go": list(self._rooms), "open": containers, "take": self._objects, "put": containers}
+            verb = VERBS[rng.integers(len(VERBS))]
+            actions = [(verb, name) for name in names[verb]]
+        return " ".join(actions[rng.integers(len(actions))])
 
     def _look(self) -> str:
         """What the agent sees; all containers that stand open here count as looked into from now on."""

@@ -167,10 +167,27 @@ def test_after_any_random_actions_the_expert_still_arrives(task_idx: int, seed: 
         assert set(observation.split()) | set(action.split()) <= words
         (outcome,) = act(environment, action)
         observation = outcome.observation
-        assert not observation.startswith((INVALID, CANNOT))
+        assert not observation.startswith(INVALID)
+        assert is_random or not observation.startswith(CANNOT)
         if outcome.done:
             return
     raise AssertionError("the expert does not arrive")
+
+
+def test_random_actions_are_of_every_kind_and_some_are_impossible() -> None:
+    environment, _ = start()
+    rng = np.random.default_rng(0)
+    answers = []
+    for _ in range(300):
+        action = environment.random_action(rng)
+        (outcome,) = act(environment, action)
+        answers.append((action.split()[0], outcome.observation.split()[0]))
+        if outcome.done:
+            environment, _ = start()
+    assert {verb for verb, _ in answers} == {"go", "open", "take", "put"}
+    num_impossible = sum(word == CANNOT for _, word in answers)
+    assert 60 < num_impossible < 180
+    assert INVALID not in {word for _, word in answers}
 
 
 def test_the_vocabulary_has_no_word_twice_and_covers_the_rules() -> None:
