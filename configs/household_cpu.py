@@ -10,7 +10,7 @@ from common.config import Config
 
 def get_config() -> Config:
     config = Config()
-    config.num_versions = 150
+    config.num_versions = 80
     config.env.factory = "common.rollout.envs.household:HouseholdSuite"
     config.env.options.max_turns = 20
     config.warmup.num_updates = 160
