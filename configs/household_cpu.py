@@ -17,7 +17,6 @@ def get_config() -> Config:
     config.warmup.random_action_share = 0.25
     config.warmup.batch_size = 24
     config.optim.lr = 5e-4
-    config.optim.schedule = "cosine"
     config.optim.schedule = "linear"
     config.eval.interval = 10
     return config
