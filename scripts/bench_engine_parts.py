@@ -238,28 +238,24 @@ def profile_rows(model_config: Qwen3Config, params: nnx.State, *, num_steps: int
     client, rng = OurLoop(saturated_config(), model_config, params), np.random.default_rng(0)
     for _ in range(SLOTS):
         client.send(_prompt(rng, model_config.vocab_size, {"prompt": 32, "tokens": num_steps + 8}))
-    limits, parts_s = StepLimits(max_tokens=STEP_TOKENS), {"plan": [], "submit": [], "collect": []}  # type: ignore[var-annotated]
-    device_s = []
+    names = ("host: plan and pack", "host: dispatch", "device: wait for the step", "host: results")
+    parts_s: dict[str, list[float]] = {name: [] for name in names}
     for step_idx in range(num_steps + 4):
         times = [time.perf_counter()]
-        plan = client.engine.plan(limits)
+        plan = client.engine.plan(client.limits)
         times.append(time.perf_counter())
         assert plan is not None
         client.engine.submit(plan)
         times.append(time.perf_counter())
         result = client.engine.collect()
         times.append(time.perf_counter())
-        if step_idx >= 4:
-            for name, duration in zip(parts_s, np.diff(times), strict=True):
-                parts_s[name].append(duration)
-            device_s.append(result.device_s)
-    medians = {name: statistics.median(values) for name, values in parts_s.items()}
-    waiting_s = statistics.median(device_s) - medians["submit"]
+        if step_idx >= 4:  # the first steps prefill
+            plan_s, submit_s, collect_s = np.diff(times)
+            wait_s = min(max(0.0, result.device_s - submit_s), collect_s)
+            for name, duration_s in zip(names, (plan_s, submit_s, wait_s, collect_s - wait_s), strict=True):
+                parts_s[name].append(duration_s)
     rows = [
-        {"part": "host: plan and pack", "us": medians["plan"]},
-        {"part": "host: dispatch", "us": medians["submit"]},
-        {"part": "device: wait for the step", "us": waiting_s},
-        {"part": "host: results", "us": medians["collect"] - waiting_s},
+        *({"part": name, "us": statistics.median(durations)} for name, durations in parts_s.items()),
         *_device_rows(model_config, params),
     ]
     rows = [{"part": row["part"], "us": round(1e6 * row["us"])} for row in rows]
