@@ -6,7 +6,7 @@ PYTHON ?= python3.11
 export PYTHON
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help train test test-all lint format clean
+.PHONY: help train test test-all serve-env lint format clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -22,10 +22,13 @@ test: ## lint, types, import contracts and the fast tests (what CI runs)
 	@$(MAKE) --no-print-directory lint
 	@$(VENV_PYTHON) -m pytest -n 2 -m "not slow" $(ARGS)
 
-test-all: ## everything, the long suites too
-	@requirements/install.sh test-cpu
+test-all: ## everything: the long suites, and vLLM among the engines
+	@requirements/install.sh serve-cpu
 	@$(MAKE) --no-print-directory lint
 	@$(VENV_PYTHON) -m pytest -n 2 $(ARGS)
+
+serve-env: ## add vLLM and the stock JetStream Driver to .venv (7 GB), for sampler.backend=vllm and bench_engine
+	@requirements/install.sh serve-cpu
 
 lint: ## ruff, mypy, import-linter
 	@requirements/install.sh test-cpu

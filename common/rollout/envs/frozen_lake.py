@@ -94,7 +94,7 @@ def _all_maps(size: int) -> dict[Split, tuple[Layout, ...]]:
     walkable = codes << 1 | 1 | 1 << (num_cells - 1)
     not_first_col = sum(1 << cell for cell in range(num_cells) if cell % size > 0)
     not_last_col = sum(1 << cell for cell in range(num_cells) if cell % size < size - 1)
-    reached = np.ones_like(codes)
+    reached: np.ndarray = np.ones_like(codes)
     while True:
         beside = (reached & not_first_col) >> 1 | (reached & not_last_col) << 1 | reached >> size | reached << size
         grown = reached | beside & walkable
