@@ -59,6 +59,13 @@ def scatter_run(tensor: TensorLayout, run_idx: int, values: Shaped[np.ndarray, "
         done += view.size
 
 
+def copy_run(tensor: TensorLayout, run_idx: int, source: Shaped[np.ndarray, "N"], target: Shaped[np.ndarray, "N"]) -> None:
+    """Copy a run's elements from one version of its tensor's bits to another, box by box without a copy in between."""
+    for box in tensor.run(run_idx):
+        where = strided(tensor.shape, box)
+        np.copyto(_view(where, target), _view(where, source))
+
+
 def estimate_density(tensor: TensorLayout, run_idx: int, old: Shaped[np.ndarray, "N"], new: Shaped[np.ndarray, "N"]) -> float:
     """Share of changed elements from a sample of the run: precise enough to choose an encoding, and nearly free."""
     changed, seen = 0, 0

@@ -24,7 +24,7 @@ from jaxtyping import UInt64
 
 from common.transfer import fingerprint
 from common.transfer.bits import BITS_DTYPES, DTYPES, flat_bits
-from common.transfer.changes import gather_run, scatter_run
+from common.transfer.changes import copy_run
 from common.transfer.encoder import EncodedRun, encode_run, encode_whole_run
 from common.transfer.manifest import LAYOUT_NAME, BucketSummary, BucketWriter, Manifest, UpdateHead, bucket_name
 from common.transfer.paths import prunable
@@ -288,8 +288,7 @@ class Publisher:
         return encoded
 
     def _copy_to_snapshot(self, tensor_idx: int, run_idx: int, bits: np.ndarray) -> None:
-        tensor = self.layout.tensors[tensor_idx]
-        scatter_run(tensor, run_idx, gather_run(tensor, run_idx, bits), self._snapshot[tensor_idx])
+        copy_run(self.layout.tensors[tensor_idx], run_idx, bits, self._snapshot[tensor_idx])
 
     def _tidy(self, version: int) -> None:
         """Write the anchor that is due, remove what nobody needs. What fails or is leased is tried again after the next version."""

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.transfer.changes import copy_run
 from common.transfer.errors import MalformedUpdateError
 from common.transfer.shards import BUCKET_BYTES, Box, WeightLayout, build_layout, parse_layout, strided
 
@@ -135,3 +136,15 @@ def test_ties_must_name_a_tensor() -> None:
         build_layout({"a": ((2,), "int8"), "b": ((2,), "int8")}, tied={"b": "a"})
     with pytest.raises(ValueError, match="float64"):
         build_layout({"a": ((2,), "float64")})
+
+
+@pytest.mark.parametrize("name", ["up_proj.weight", "down_proj.weight"])
+def test_copying_every_run_copies_the_tensor_and_one_run_only_itself(name: str) -> None:
+    tensor = build_layout({name: ((64, 96), "float16")}, min_run_bytes=64, max_run_bytes=4000).tensors[0]
+    source, target = np.arange(1, tensor.num_elements + 1, dtype=np.uint16), np.zeros(tensor.num_elements, np.uint16)
+    assert tensor.num_runs > 1
+    copy_run(tensor, 0, source, target)
+    assert np.count_nonzero(target) == sum(box.num_elements for box in tensor.run(0))
+    for run in range(1, tensor.num_runs):
+        copy_run(tensor, run, source, target)
+    np.testing.assert_array_equal(target, source)
