@@ -14,6 +14,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from common.metrics import TIME_METRICS, RunLog
 from common.types import Trajectory
@@ -24,6 +25,7 @@ SMOOTHING = 0.2
 """Weight of the newest value in the exponentially weighted line drawn over noisy per-version values."""
 
 
+WHOLE_NUMBERS = ("weight version", "update")
 FEW_POINTS = 30
 """Lines with fewer points show each of them."""
 FILES = {
@@ -161,6 +163,8 @@ def _smooth(values: Sequence[float]) -> list[float]:
 
 def _plain(axes: Axes, title: str, **labels: object) -> None:
     axes.set(title=title, **labels)
+    if labels.get("xlabel") in WHOLE_NUMBERS:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, alpha=0.25)
 
@@ -213,7 +217,7 @@ def plot_curves(log: RunLog, path: Path) -> None:
     _plot_series(warmup, log, "warmup", losses, "Warm-up on demonstrations", xlabel="update", ylabel="nats per token")
     _plot_series(entropy, log, "train", ("entropy",), "Entropy of the policy", xlabel="weight version", ylabel="nats per token")
     share = ("bf16_unchanged_share",)
-    _plot_series(unchanged, log, "train", share, "bf16 weights a version leaves unchanged", xlabel="weight version", ylabel="share")
+    _plot_series(unchanged, log, "train", share, "bf16 weights left unchanged", xlabel="weight version", ylabel="share")
     unchanged.set_ylim(0, 1.02)
     figure.savefig(path, dpi=110)
 
