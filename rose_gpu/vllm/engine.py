@@ -31,7 +31,7 @@ from common.serving.rejection import why_never
 from common.transfer.staging import StagedUpdate
 from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm import planner
-from rose_gpu.vllm.environment import prepare
+from rose_gpu.vllm.environment import prepare, remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
 from rose_gpu.vllm.worker_weights import WorkerWeights
 
@@ -66,7 +66,7 @@ class VllmEngine:
         self.options = options
         self._info = options.info()
         self._decode = decode
-        self._core = _engine_core(options)
+        self._core, self.shared_memory = _engine_core(options)
         self._scheduler = self._core.scheduler
         self.weights = WorkerWeights(self._core.collective_rpc, options.arriving_dtype, num_workers=options.tensor_parallel)
         self._version = version
@@ -82,6 +82,7 @@ class VllmEngine:
         self._in_flight: _InFlight | None = None
         self._committing = False
         self._closed: str | None = None
+        self._released = False
 
     @property
     def info(self) -> EngineInfo:
@@ -237,11 +238,14 @@ class VllmEngine:
         return self._ended.pop()
 
     def close(self) -> None:
-        if self._closed is None:
+        if not self._released:  # a failed engine is closed to requests, and still holds the device
+            self._released = True
             self._closed = "was closed; make a new one"
+            self._ended.clear()
             self._live.clear()
             self._by_internal.clear()
             _shut_down(self._core)
+            remove_shared_memory(self.shared_memory)
 
     def _treat_stale_cache(self) -> None:
         policy = self.options.stale_cache
@@ -397,17 +401,17 @@ class VllmEngine:
 _open_cores: list[Any] = []
 
 
-def _engine_core(options: VllmOptions) -> Any:
-    """vLLM's engine core with our scheduler and sampler."""
+def _engine_core(options: VllmOptions) -> tuple[Any, str | None]:
+    """vLLM's engine core with our scheduler and sampler, and the name of its workers' shared memory."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
     config = EngineArgs(**options.engine_arguments()).create_engine_config()
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    core.collective_rpc("install_rose", args=(options.arriving_dtype,))
+    shared_memory = core.collective_rpc("install_rose", args=(options.arriving_dtype,))[0]
     _open_cores.append(core)
-    return core
+    return core, shared_memory
 
 
 def _shut_down(core: Any) -> None:

@@ -6,13 +6,17 @@ is left alone. An option that needs CUDA is refused here by name; nothing is sil
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 IN_PLACE_VARIABLE = "ROSE_VLLM_WEIGHTS_IN_PLACE"
 """Tells the vLLM plugin (plugin.py) that this process updates weights in place."""
+
+SHARED_MEMORY_DIR = Path("/dev/shm")
 
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",  # more threads than cores of its own make small models slower
@@ -75,3 +79,10 @@ def require_cuda(*, cuda_graphs: bool, sleep_mode: bool, kvcached: bool) -> None
             raise ValueError(f"{name}=True needs CUDA, but {installed_vllm()} runs on {current_platform.device_type}; leave it off")
     if kvcached and importlib.util.find_spec("kvcached") is None:
         raise ValueError("kvcached=True, but the package kvcached is not installed; install it or leave the option off")
+
+
+def remove_shared_memory(ident: str | None) -> None:
+    """Remove what CPU workers leave in shared memory under their own name; call when they have ended. Others' stays."""
+    if ident and SHARED_MEMORY_DIR.is_dir():
+        for path in SHARED_MEMORY_DIR.glob(f"{glob.escape(ident)}-*"):
+            path.unlink(missing_ok=True)

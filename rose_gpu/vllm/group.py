@@ -33,6 +33,7 @@ from common.transfer.staging import StagedUpdate
 from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm.channel import Channel, ChannelClosedError
 from rose_gpu.vllm.engine import Decode, completes_stop_string, why_not_on_vllm
+from rose_gpu.vllm.environment import remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
 from rose_gpu.vllm.update_file import write_update
 from rose_gpu.vllm.worker_weights import UPDATE_DIR, CommitError
@@ -80,6 +81,7 @@ class _Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        remove_shared_memory(self.hello.get("shared_memory"))
 
     def _send(self, fields: dict[str, Any], payload: bytes = b"") -> None:
         try:
@@ -147,6 +149,7 @@ class WorkerGroup:
         self._lost: list[Completion] = []
         self._committing = False
         self._closed: str | None = None
+        self._released = False
 
     @property
     def info(self) -> EngineInfo:
@@ -229,9 +232,11 @@ class WorkerGroup:
                     self._remote.ask("commit_close")
 
     def close(self) -> None:
-        if self._closed is None:
+        if not self._released:  # a failed engine is closed to requests, and still holds its process
+            self._released = True
             self._closed = "was closed; make a new one"
             self._live.clear()
+            self._lost.clear()
             self._remote.close()
 
     def _collect(self, *, drain: bool) -> StepResult | None:

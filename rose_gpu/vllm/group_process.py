@@ -142,7 +142,7 @@ def main(fd: int) -> None:
         channel.send({"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc(limit=-3)})
         return
     specs = {name: [list(shape), dtype] for name, (shape, dtype) in engine.weights.specs().items()}
-    channel.send({"info": dataclasses.asdict(engine.info), "specs": specs})
+    channel.send({"info": dataclasses.asdict(engine.info), "specs": specs, "shared_memory": engine.shared_memory})
     try:
         GroupServer(engine).serve(channel)
     except ChannelClosedError:

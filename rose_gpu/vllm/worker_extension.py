@@ -7,6 +7,7 @@ failure as text and never raise, since one rank's exception would leave the othe
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +30,15 @@ class RoseWorkerExtension:
     rank: int
     model_runner: Any
 
-    def install_rose(self, arriving_dtype: str) -> None:
-        """Once, after the model is loaded and before the first request."""
+    def install_rose(self, arriving_dtype: str) -> str | None:
+        """Once, after the model is loaded and before the first request. Returns the name of the workers' shared memory, if any."""
         from rose_gpu.vllm.sampler import KeyedSampler
 
         self.rose_weights = RankWeights(self.model_runner.get_model(), arriving_dtype)
         self.rose_dtype = BITS_DTYPES[arriving_dtype]
         self.rose_update: StagedUpdate | None = None
         self.model_runner.sampler = KeyedSampler(self.model_runner)
+        return os.environ.get("VLLM_DIST_IDENT")
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return self.rose_weights.specs()
