@@ -60,7 +60,7 @@ class SamplerConfig:
     """The engine that generates. `max_context_tokens` bounds prompt + completion of one request."""
 
     backend: str = "jetstream"
-    """jetstream (JAX) or vllm, which needs `make serve-env` and does not carry a training run yet."""
+    """jetstream (JAX) or vllm, which needs `make serve-env` and has been tried in tiny training runs only."""
     tensor_parallel: int = 1
     """vllm only: ranks that share the model, each a process."""
     own_process: bool = False

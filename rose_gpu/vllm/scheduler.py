@@ -27,6 +27,7 @@ class PlannedScheduler(Scheduler):
         self.waiting: Any
         self.block_tokens: int = self.block_size
         self._planned_tokens: dict[str, int] = {}
+        self._planned_prefixes: dict[str, tuple[Any, int, int]] = {}
 
     @property
     def _pool(self) -> Any:
@@ -99,11 +100,19 @@ class PlannedScheduler(Scheduler):
     def _pin_prefixes(self, admitted: list[Request]) -> list[Any]:
         """Take the cached prefixes first: an allocation for another request of this step could otherwise reuse their blocks."""
         pinned: list[Any] = []
+        self._planned_prefixes = {}
         for request in admitted:
-            (blocks,) = self.kv_cache_manager.get_computed_blocks(request)[0].blocks
+            prefix = self.kv_cache_manager.get_computed_blocks(request)
+            self._planned_prefixes[request.request_id] = prefix
+            (blocks,) = prefix[0].blocks
             self._pool.touch(blocks)
             pinned += blocks
         return pinned
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[Any, int, int, bool]:
+        """Called at a request's admission. vLLM enters blocks into the prefix cache as soon as they are scheduled, so that another
+        request of the same step would find more than the plan knew of."""
+        return (*self._planned_prefixes[request.request_id], False)
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Called for each request with the tokens vLLM would compute; the plan may ask for fewer."""

@@ -67,6 +67,18 @@ def test_a_prefix_is_not_shared_across_namespaces(engine_case: EngineCase, drive
     assert num_prefilled == len(other.prompt_token_ids)
 
 
+def test_equal_prompts_that_start_in_one_step_give_what_each_gives_alone(engine_case: EngineCase, driver: Driver) -> None:
+    base = prompt(36, salt=31)
+    requests = [
+        make_request(f"r{idx}", (*base, *prompt(idx + 1, salt=32 + idx)), trajectory_id=idx, max_tokens=4)
+        for idx in range(MAX_SLOTS)
+    ]
+    driver.add(*requests)
+    together = dict(driver.run())
+    for request in requests:
+        assert_same(together[request.request_id], driver.run_alone(request), engine_case)
+
+
 def test_a_prefix_is_shared_only_as_far_as_the_tokens_agree(engine_case: EngineCase, driver: Driver) -> None:
     engine_case.needs(Feature.PREFIX_REUSE)
     base = prompt(40, salt=24)
