@@ -206,6 +206,36 @@ def parse_bucket_index(index: memoryview, bucket: Bucket, layout: WeightLayout) 
     return entries, BucketSummary(offset, size, hashlib.sha256(index[:size]).hexdigest())
 
 
+def check_bucket(content: memoryview) -> BucketSummary:
+    """The summary of a whole bucket object whose runs all have the length and the checksums of its own index.
+
+    Needs no layout, so whoever passes buckets on can tell damaged ones. Only a manifest tells forged ones.
+
+    Raises:
+        ChecksumError, MalformedUpdateError: the bytes are not those of a whole bucket.
+    """
+    if len(content) < _PREFIX.size:
+        raise TruncatedError(f"a bucket of {len(content)} bytes ends within its prefix")
+    magic, digests, num_runs = _PREFIX.unpack(content[: _PREFIX.size])
+    end_of_records = _PREFIX.size + num_runs * _RECORD.itemsize
+    size = end_of_records + num_runs * 16 * digests
+    if magic != MAGIC or digests > 1 or len(content) < size:
+        raise MalformedUpdateError(f"{len(content)} bytes that start with {bytes(content[:12])!r} are no bucket")
+    offset = size
+    for i, (run, length, fingerprint, checksum) in enumerate(
+        np.frombuffer(content[_PREFIX.size : end_of_records], _RECORD).tolist()
+    ):
+        start = end_of_records + 16 * i
+        sha256 = bytes(content[start : start + 16]) if digests else None
+        if offset + length > len(content):
+            raise TruncatedError(f"run {run} ends at byte {offset + length} of a bucket of {len(content)}")
+        RunEntry(run, offset, length, fingerprint, checksum, sha256).check(content[offset : offset + length])
+        offset += length
+    if offset != len(content):
+        raise MalformedUpdateError(f"a bucket of {len(content)} bytes whose runs end at byte {offset}")
+    return BucketSummary(len(content), size, hashlib.sha256(content[:size]).hexdigest())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The last word on an update. `fingerprints`: by tensor index, for each tensor of which anything travelled."""
