@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from common.errors import EngineClosedError
@@ -44,7 +44,7 @@ class EngineLoop(Generic[WeightsT]):
         self.counters = LoopCounters()
         self._limits = StepLimits(max_tokens=max_step_tokens)
         self._futures: dict[str, asyncio.Future[Completion]] = {}
-        self._actions: list[tuple[Callable[[], None], asyncio.Future[Any]]] = []
+        self._actions: list[tuple[Callable[[], Awaitable[None]], asyncio.Future[Any]]] = []
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -87,14 +87,40 @@ class EngineLoop(Generic[WeightsT]):
         Raises:
             EngineClosedError: the loop stopped first.
         """
+
+        async def act(_: asyncio.Future[ResultT]) -> ResultT:
+            return action()
+
+        return await self._between_steps(act)
+
+    async def between_steps_in_slices(self, slices: Callable[[], Iterator[None]]) -> None:
+        """`between_steps` for work in pieces, say a large commit: between two pieces other tasks run, those of other engines too.
+
+        This engine takes no step until the iterator is exhausted; it is closed if the call is cancelled or the loop stopped first.
+        """
+
+        async def act(asked: asyncio.Future[None]) -> None:
+            with contextlib.closing(slices()) as pieces:  # type: ignore[type-var]
+                for _ in pieces:
+                    await asyncio.sleep(0)
+                    if asked.done():
+                        return
+
+        await self._between_steps(act)
+
+    async def _between_steps(self, action: Callable[[asyncio.Future[ResultT]], Awaitable[ResultT]]) -> ResultT:
         self._check_running("between_steps")
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
-        def act() -> None:
+        async def act() -> None:
             try:
-                future.set_result(action())
+                result = await action(future)
             except Exception as error:
-                future.set_exception(error)
+                if not future.done():  # else the caller was cancelled meanwhile
+                    future.set_exception(error)
+            else:
+                if not future.done():
+                    future.set_result(result)
 
         self._actions.append((act, future))
         self._arrived.set()
@@ -109,7 +135,7 @@ class EngineLoop(Generic[WeightsT]):
             while True:
                 await self._settle()
                 if self._actions:
-                    self._act()
+                    await self._act()
                     continue
                 plan = self.engine.plan(self._limits)
                 if plan is None:
@@ -139,14 +165,15 @@ class EngineLoop(Generic[WeightsT]):
             await asyncio.sleep(0)
             num_quiet = num_quiet + 1 if len(self._futures) == before and not self._arrived.is_set() else 0
 
-    def _act(self) -> None:
+    async def _act(self) -> None:
         result = self.engine.drain()
         if result is not None:
             self._deliver(result)
-        actions, self._actions = self._actions, []
-        for act, future in actions:
+        while self._actions:  # one that the loop's end interrupts stays in the list and fails with it
+            act, future = self._actions[0]
             if not future.done():  # else the caller was cancelled meanwhile
-                act()
+                await act()
+            self._actions.pop(0)
 
     def _deliver(self, result: StepResult) -> None:
         self.counters.num_steps += 1

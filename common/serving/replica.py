@@ -152,7 +152,7 @@ class LocalReplica(Generic[WeightsT]):
         async with self._staging:
             staged, self._staged = self._staged, None
             if staged is not None:
-                await self._loop.between_steps(lambda: self._subscriber.commit(staged))
+                await self._loop.between_steps_in_slices(lambda: self._subscriber.commit_in_slices(staged))
             if self._subscriber.version is None:
                 raise ReplicaUnavailableError(f"replica {self._id} has nothing to commit; stage a version first")
             return self._subscriber.version

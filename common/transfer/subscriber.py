@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from common.transfer.errors import (
@@ -42,7 +42,7 @@ from common.transfer.receive import Receiver, match_names
 from common.transfer.shards import WeightLayout, parse_layout
 from common.transfer.staging import StagedUpdate, WholeRuns
 from common.transfer.store.protocol import Catalog, CatalogEntry, Store, UpdateState
-from common.transfer.target import WeightTarget
+from common.transfer.target import SlicedTarget, WeightTarget
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +167,14 @@ class Subscriber:
         Raises:
             WrongBaseError: the live weights are not what the update was staged for. Nothing was written.
         """
+        for _ in self.commit_in_slices(staged):
+            pass
+
+    def commit_in_slices(self, staged: StagedUpdate) -> Iterator[None]:
+        """`commit`, yielding between the pieces that the target writes it in: between two, other engines may use the device.
+
+        Takes effect when the iterator is exhausted; closed before that, it leaves weights and version as they were.
+        """
         held = Held(staged.lineage, staged.version)
         if self._held == held and not self._in_doubt:
             return
@@ -174,7 +182,10 @@ class Subscriber:
             raise WrongBaseError(
                 f"version {staged.version} was staged over {staged.base_version}, not over {self._held}; stage again"
             )
-        self._target.apply(staged)
+        if isinstance(self._target, SlicedTarget):
+            yield from self._target.apply_in_slices(staged)
+        else:
+            self._target.apply(staged)
         self._held, self._in_doubt = held, False
         if staged.base_version is None:
             self._fingerprints = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Shaped, UInt64
@@ -31,6 +31,15 @@ class WeightTarget(Protocol):
 
         If it raises, the weights are as they were before.
         """
+        ...
+
+
+@runtime_checkable
+class SlicedTarget(WeightTarget, Protocol):
+    """A target that can write an update in pieces, between which the device is free for other engines."""
+
+    def apply_in_slices(self, update: StagedUpdate) -> Iterator[None]:
+        """`apply`, yielding between pieces. Takes effect at the end; closed before, it leaves the weights as they were."""
         ...
 
 

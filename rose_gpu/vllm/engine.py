@@ -33,7 +33,7 @@ from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm import planner
 from rose_gpu.vllm.environment import prepare, remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
-from rose_gpu.vllm.worker_weights import WorkerWeights
+from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, WorkerWeights
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -210,7 +210,7 @@ class VllmEngine:
             pass
 
     def commit_in_slices(
-        self, weights: StagedUpdate, *, version: int, max_slice_bytes: int | None = None, path: str | None = None
+        self, weights: StagedUpdate, *, version: int, max_slice_bytes: int = MAX_SLICE_BYTES, path: str | None = None
     ) -> Iterator[None]:
         """Commit piece by piece: between two pieces other engines may use the device, this one may not.
 
@@ -229,6 +229,11 @@ class VllmEngine:
         self._version = version
         self._epoch += 1
         self._treat_stale_cache()
+
+    def call_workers(self, method: str | Callable[..., object], *args: object, **kwargs: object) -> list[Any]:
+        """What a method of every worker, or a function of it, returns: for what the contract leaves out, such as profiling."""
+        self._check_idle("call_workers")
+        return self._core.collective_rpc(method, args=args, kwargs=kwargs)
 
     def stop(self, request_id: str, *, error: str | None = None) -> Completion:
         """End a request now, between two steps, for a reason that its owner has found: a stop string, or an error."""

@@ -36,7 +36,7 @@ from rose_gpu.vllm.engine import Decode, completes_stop_string, why_not_on_vllm
 from rose_gpu.vllm.environment import remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
 from rose_gpu.vllm.update_file import write_update
-from rose_gpu.vllm.worker_weights import UPDATE_DIR, CommitError
+from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, UPDATE_DIR, CommitError
 
 CLOSE_TIMEOUT_S = 20.0
 """How long the process may take to end before it is killed."""
@@ -212,7 +212,7 @@ class WorkerGroup:
         for _ in self.commit_in_slices(weights, version=version):
             pass
 
-    def commit_in_slices(self, weights: StagedUpdate, *, version: int, max_slice_bytes: int | None = None) -> Iterator[None]:
+    def commit_in_slices(self, weights: StagedUpdate, *, version: int, max_slice_bytes: int = MAX_SLICE_BYTES) -> Iterator[None]:
         """See VllmEngine.commit_in_slices."""
         self._check_idle("commit")
         self._committing = True

@@ -5,7 +5,7 @@ Works on either form of the engine. Values are never kept here: what is read is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ class UpdatableEngine(StepEngine[StagedUpdate], Protocol):
     @property
     def weights(self) -> EngineWeights: ...
 
+    def commit_in_slices(self, weights: StagedUpdate, *, version: int) -> Iterator[None]: ...
+
 
 class VllmWeightTarget:
     """See the module and common.transfer.target.WeightTarget."""
@@ -50,6 +52,10 @@ class VllmWeightTarget:
 
     def apply(self, update: StagedUpdate) -> None:
         self._engine.commit(update, version=update.version)
+
+    def apply_in_slices(self, update: StagedUpdate) -> Iterator[None]:
+        """See common.transfer.target.SlicedTarget."""
+        return self._engine.commit_in_slices(update, version=update.version)
 
     def published(self, name: str) -> np.ndarray:
         """A whole live tensor in the dtype that is published."""

@@ -25,6 +25,9 @@ Rpc = Callable[..., list[Any]]
 UPDATE_DIR = Path("/dev/shm")
 """Memory, not disk: an update is written here once and mapped by every worker."""
 
+MAX_SLICE_BYTES = 1 << 20
+"""Of values and positions that a slice of a commit writes: some milliseconds, less than other engines' steps take."""
+
 
 class CommitError(RoseError):
     """A worker could not write an update; all workers have the old weights back. The text is the worker's own."""
@@ -51,7 +54,7 @@ class WorkerWeights:
         assert num_found >= len(positions), f"{name}: the workers hold {num_found} of {len(positions)} positions"
         return bits
 
-    def apply(self, update: StagedUpdate, max_slice_bytes: int | None, path: str | None = None) -> Iterator[None]:
+    def apply(self, update: StagedUpdate, max_slice_bytes: int, path: str | None = None) -> Iterator[None]:
         """Write an update in slices, yielding between them. Raising, or being closed before the end, leaves the old weights whole.
 
         Args:
@@ -71,7 +74,7 @@ class WorkerWeights:
             write_update(update, Path(file.name))
             yield from self._write(update, file.name, max_slice_bytes)
 
-    def _write(self, update: StagedUpdate, source: StagedUpdate | str, max_slice_bytes: int | None) -> Iterator[None]:
+    def _write(self, update: StagedUpdate, source: StagedUpdate | str, max_slice_bytes: int) -> Iterator[None]:
         finished = False
         try:
             self._call("open_update", source)
@@ -107,13 +110,14 @@ def _check_runs(update: StagedUpdate) -> None:
             raise ValueError(f"run {run} of {staged.tensor.name}: position {staged.local.max()} of {num_elements} elements")
 
 
-def _slices(update: StagedUpdate, max_slice_bytes: int | None) -> Iterator[list[int]]:
-    """Runs in order, in groups of at most so many bytes of values (or a single run)."""
+def _slices(update: StagedUpdate, max_slice_bytes: int) -> Iterator[list[int]]:
+    """Runs in order, in groups of at most so many bytes of values and positions (or a single run)."""
     group: list[int] = []
     size = 0
     for run in sorted(update.runs):
-        run_bytes = update.runs[run].bits.nbytes
-        if group and max_slice_bytes is not None and size + run_bytes > max_slice_bytes:
+        staged = update.runs[run]
+        run_bytes = staged.bits.nbytes + (0 if staged.local is None else staged.local.nbytes)
+        if group and size + run_bytes > max_slice_bytes:
             yield group
             group, size = [], 0
         group.append(run)
