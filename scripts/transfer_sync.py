@@ -29,7 +29,7 @@ from common.transfer.shards import BUCKET_BYTES
 from common.transfer.store.http_client import HttpStore
 from common.transfer.store.http_server import StoreServer
 from common.transfer.store.memory import MemoryStore
-from common.transfer.store.protocol import Store
+from common.transfer.store.protocol import Arrived, Store
 from common.transfer.subscriber import Subscriber
 from common.transfer.target import NumpyTarget
 from scripts import link, transfer_baselines, transfer_data
@@ -158,6 +158,7 @@ class _PacedStore(MemoryStore):
         start: int = 0,
         length: int | None = None,
         into: memoryview | None = None,
+        arrived: Arrived | None = None,
     ) -> memoryview:
         content = super().read(key, name, timeout_s=timeout_s, start=start, length=length, into=into)
         if self.gbit_s is not None:

@@ -21,6 +21,7 @@ from common.transfer.store.files import Files, FsspecFiles, LocalFiles
 from common.transfer.store.protocol import (
     LEASE_TTL_S,
     MAX_ERROR_CHARS,
+    Arrived,
     Catalog,
     CatalogEntry,
     Confirmation,
@@ -124,6 +125,7 @@ class DirectoryStore:
         length: int | None = None,
         into: memoryview | None = None,
         timeout_s: float,
+        arrived: Arrived | None = None,
     ) -> memoryview:
         path = f"{key.path}/{check_object_name(name)}"
         waiting = _Backoff(timeout_s)

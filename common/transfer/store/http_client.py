@@ -29,14 +29,31 @@ from common.transfer.errors import (
 )
 from common.transfer.manifest import MANIFEST_NAME, MAX_VERSION, UpdateHead, UpdateKey
 from common.transfer.secrets import Secret
-from common.transfer.store.http_wire import MAX_ERROR_BYTES, MAX_JSON_BYTES, MAX_OBJECT_BYTES, MAX_WAIT_S, error_of
-from common.transfer.store.protocol import LEASE_TTL_S, Catalog, Confirmation, Parts, check_object_name, parse_entry
+from common.transfer.store.http_wire import (
+    MAX_ERROR_BYTES,
+    MAX_JSON_BYTES,
+    MAX_OBJECT_BYTES,
+    MAX_WAIT_S,
+    UNREACHABLE_STATUS,
+    error_of,
+)
+from common.transfer.store.protocol import (
+    LEASE_TTL_S,
+    Arrived,
+    Catalog,
+    Confirmation,
+    Parts,
+    check_object_name,
+    parse_entry,
+)
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 10.0
 """How long one request waits for news before it asks again."""
 RECONNECT_PAUSE_S = 0.1
+PIECE_BYTES = 256 << 10
+"""Taken from the connection at a time where somebody wants to know what has come; else the whole body is."""
 _BROKEN = (ConnectionError, http.client.HTTPException, TimeoutError, socket.gaierror, ssl.SSLError, OSError)
 
 
@@ -100,15 +117,16 @@ class HttpStore:
         start: int = 0,
         length: int | None = None,
         into: memoryview | None = None,
+        arrived: Arrived | None = None,
     ) -> memoryview:
         path = f"/{key.path}/{check_object_name(name)}"
-        body = _Body(path, start, length, into)
+        body = _Body(path, start, length, into, arrived)
         deadline_s = time.monotonic() + timeout_s
         while True:
             wait_s = min(max(0.0, deadline_s - time.monotonic()), WAIT_S)
             done, why = body.done, "it does not exist yet"
             try:
-                self._read_once(body, wait_s, timeout_s)
+                why = self._read_once(body, wait_s, timeout_s) or why
                 if body.complete:
                     return body.content
             except _BROKEN as e:
@@ -116,13 +134,17 @@ class HttpStore:
                 why = _say(e)
                 log.info("%s: going on after %d bytes: %s", path, body.done, why)
                 time.sleep(min(RECONNECT_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
+            except BaseException:
+                self._drop()  # the rest of a body would be taken for the next answer
+                raise
             if body.done > done:
                 deadline_s = time.monotonic() + timeout_s
             elif time.monotonic() >= deadline_s:
                 raise TransferTimeoutError(f"{path}: {body.done} bytes came, then nothing for {timeout_s} s: {why}")
 
-    def _read_once(self, body: _Body, wait_s: float, timeout_s: float) -> None:
-        """Ask for what is missing and take what comes. Nothing comes if the object does not exist within `wait_s`."""
+    def _read_once(self, body: _Body, wait_s: float, timeout_s: float) -> str | None:
+        """Ask for what is missing and take what comes. Nothing comes if the object does not exist within `wait_s`; if the far side
+        says why it cannot come now, that is returned."""
         connection = self._connection()
         assert connection.sock is not None
         connection.sock.settimeout(wait_s + min(timeout_s, self._timeout_s))
@@ -136,7 +158,11 @@ class HttpStore:
         else:
             text = response.read(MAX_ERROR_BYTES).decode(errors="replace")
             self._drop()
+            if response.status == UNREACHABLE_STATUS:
+                time.sleep(min(RECONNECT_PAUSE_S, wait_s))
+                return text
             raise error_of(response.status, text, f"GET {body.path}")
+        return None
 
     def lease(self, key: UpdateKey, holder: str, ttl_s: float = LEASE_TTL_S) -> None:
         self._json("POST", "/lease", {**_fields(key), "holder": holder, "ttl_s": ttl_s})
@@ -158,6 +184,10 @@ class HttpStore:
 
     def remove(self, key: UpdateKey, *, force: bool = False) -> bool:
         return self._json("POST", "/remove", {**_fields(key), "force": force}).get("removed") is True
+
+    def post(self, path: str, fields: dict[str, object]) -> dict:
+        """The answer to a request beyond the Store protocol. It may be sent twice."""
+        return self._json("POST", path, fields)
 
     def _json(self, method: str, path: str, fields: dict[str, object] | None = None, *, wait_s: float = 0.0) -> dict:
         parts = [] if fields is None else [json.dumps(fields).encode()]
@@ -240,8 +270,9 @@ class HttpStore:
 class _Body:
     """An object on its way into memory, possibly over several connections."""
 
-    def __init__(self, path: str, start: int, length: int | None, into: memoryview | None) -> None:
+    def __init__(self, path: str, start: int, length: int | None, into: memoryview | None, arrived: Arrived | None) -> None:
         self.path, self.done = path, 0
+        self._arrived = arrived
         self._start, self._length, self._into = start, length, into
         self._total: int | None = None
 
@@ -277,10 +308,17 @@ class _Body:
         assert self._into is not None
         assert self._total is not None
         while self.done < self._total:
-            got = response.readinto(self._into[self.done : self._total])
+            if self._arrived is None:
+                got = response.readinto(self._into[self.done : self._total])
+            else:
+                piece = response.read1(min(PIECE_BYTES, self._total - self.done))
+                got = len(piece)
+                self._into[self.done : self.done + got] = piece
             if not got:
                 raise ConnectionError(f"closed after {self.done} of {self._total} bytes")
             self.done += got
+            if self._arrived is not None:
+                self._arrived(self.content, self._total)
         response.read()  # the empty rest: the connection is free for the next request
 
 

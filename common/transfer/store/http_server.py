@@ -14,11 +14,18 @@ import socket
 import ssl
 import threading
 import urllib.parse
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 
-from common.transfer.errors import AuthenticationError, MalformedUpdateError, TransferError, TransferTimeoutError
+from common.transfer.errors import (
+    AuthenticationError,
+    MalformedUpdateError,
+    TransferError,
+    TransferTimeoutError,
+    UnreachableError,
+)
 from common.transfer.manifest import MANIFEST_NAME, MAX_VERSION, UpdateKey, UpdateKind, parse_head
 from common.transfer.secrets import Secret
 from common.transfer.store.http_wire import MAX_OBJECT_BYTES, MAX_POST_BYTES, MAX_WAIT_S, parse_object_path, status_of
@@ -28,6 +35,8 @@ log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 120.0
 """A connection that says nothing, or takes nothing, for this long is closed."""
+
+OnPeer = Callable[[dict[str, object]], dict[str, object]]
 
 CLOSE_POLL_S = 0.05
 """How often the listening thread looks whether it should stop."""
@@ -44,12 +53,19 @@ class StoreServer:
         port: int = 0,
         token: Secret | None = None,
         tls: ssl.SSLContext | None = None,
+        read_only: bool = False,
+        on_peer: OnPeer | None = None,
     ) -> None:
+        """
+        Args:
+            read_only: refuse whatever changes the store, with any token.
+            on_peer: answers what replicas that feed each other report (POST /peer).
+        """
         if not is_loopback(host) and token is None:
             raise ValueError(f"refusing to serve weights on {host} without a token; give one, or listen on 127.0.0.1")
         if not is_loopback(host) and tls is None:
             log.warning("serving on %s without TLS: the token and the weights can be read on the way", host)
-        self._server = _Server((host, port), store, token, tls)
+        self._server = _Server((host, port), store, token, tls, read_only, on_peer)
         self.host, self.port = host, self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), name="store-server", daemon=True)
         self._thread.start()
@@ -81,8 +97,17 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], store: Store, token: Secret | None, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        store: Store,
+        token: Secret | None,
+        tls: ssl.SSLContext | None,
+        read_only: bool,
+        on_peer: OnPeer | None,
+    ) -> None:
         self.store, self.token, self.tls = store, token, tls
+        self.read_only, self.on_peer = read_only, on_peer
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         if ":" in address[0]:
@@ -140,6 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._authenticate(changes_store)
             act()
+        except _ReaderGoneError as e:
+            self.close_connection = True
+            raise ConnectionError("the reader went away") from e
         except TransferError as e:
             self._send_text(status_of(e), str(e))
         except (KeyError, ValueError, TypeError) as e:
@@ -166,6 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
             if changes_store:
                 raise AuthenticationError("this server has no token, so nothing can be written through it")
             return
+        if changes_store and self.server.read_only:
+            raise AuthenticationError("this server only reads; write to the store that the learner publishes to")
         scheme, _, offered = self.headers.get("Authorization", "").partition(" ")
         if scheme != "Bearer" or not token.matches(offered):
             raise AuthenticationError("missing or wrong token")
@@ -196,20 +226,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_object(self, key: UpdateKey, name: str, wait_s: float) -> None:
         start, length = self._range()
+        body = _Body(self, start, whole=start == 0 and length is None)
+        read = self.server.store.read
         try:
-            content = self.server.store.read(key, check_object_name(name), start=start, length=length, timeout_s=wait_s)
-        except TransferTimeoutError:
+            content = read(key, check_object_name(name), start=start, length=length, timeout_s=wait_s, arrived=body.arrived)
+            body.arrived(content, len(content))
+        except TransferError as e:
+            if body.begun:
+                raise ConnectionError(f"{key.path}/{name} broke off: {e}") from e  # nothing but a cut can say so now
+            if not isinstance(e, TransferTimeoutError) or isinstance(e, UnreachableError):
+                raise
             self.send_response(204)
             self.end_headers()
-            return
-        whole = start == 0 and length is None
-        self.send_response(200 if whole else 206)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Content-Type", "application/octet-stream")
-        if not whole:
-            self.send_header("Content-Range", f"bytes {start}-{start + len(content) - 1}/*")
-        self.end_headers()
-        self.wfile.write(content)
 
     def _range(self) -> tuple[int, int | None]:
         """One range from the front, as our client asks for them: bytes=START- or bytes=START-END."""
@@ -267,6 +295,8 @@ class _Handler(BaseHTTPRequestHandler):
                 store.lease(_key(fields), str(fields["holder"]), min(float(fields["ttl_s"]), 10 * LEASE_TTL_S))
             case "/release":
                 store.release(_key(fields), str(fields["holder"]))
+            case "/peer" if self.server.on_peer is not None:
+                answer = self.server.on_peer(fields)
             case "/confirm":
                 store.confirm(str(fields["receiver"]), _count(fields["version"]))
             case _:
@@ -288,6 +318,38 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
+
+
+class _ReaderGoneError(Exception):
+    """Not the store's doing, so a store must not take it for a break of its own."""
+
+
+class _Body:
+    """Sends an object while it arrives in the store."""
+
+    def __init__(self, handler: _Handler, start: int, *, whole: bool) -> None:
+        self._handler, self._start, self._whole = handler, start, whole
+        self.begun, self._sent = False, 0
+
+    def arrived(self, content: memoryview, num_bytes: int) -> None:
+        try:
+            if not self.begun:
+                self.begun = True
+                self._send_head(num_bytes)
+            if len(content) > self._sent:
+                self._handler.wfile.write(content[self._sent :])
+                self._sent = len(content)
+        except OSError as e:
+            raise _ReaderGoneError(str(e)) from e
+
+    def _send_head(self, num_bytes: int) -> None:
+        handler = self._handler
+        handler.send_response(200 if self._whole else 206)
+        handler.send_header("Content-Length", str(num_bytes))
+        handler.send_header("Content-Type", "application/octet-stream")
+        if not self._whole:
+            handler.send_header("Content-Range", f"bytes {self._start}-{self._start + num_bytes - 1}/*")
+        handler.end_headers()
 
 
 def _key(fields: dict[str, object]) -> UpdateKey:

@@ -12,6 +12,7 @@ from common.transfer.manifest import LAYOUT_NAME, MANIFEST_NAME, UpdateHead, Upd
 from common.transfer.store.protocol import (
     LEASE_TTL_S,
     MAX_ERROR_CHARS,
+    Arrived,
     Catalog,
     CatalogEntry,
     Confirmation,
@@ -97,6 +98,7 @@ class MemoryStore:
         length: int | None = None,
         into: memoryview | None = None,
         timeout_s: float,
+        arrived: Arrived | None = None,
     ) -> memoryview:
         check_object_name(name)
         deadline_s = time.monotonic() + timeout_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from common.transfer.errors import FarSideError, MalformedUpdateError, VersionGoneError
@@ -26,6 +26,8 @@ _OBJECT_NAME = re.compile(r"layout|manifest|b[0-9]{5,8}")
 _HOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 Parts = Sequence[bytes | memoryview]
+Arrived = Callable[[memoryview, int], None]
+"""Told, while a read is under way, of what has come so far and of how many bytes there will be. What it raises ends the read."""
 
 
 def check_object_name(name: str) -> str:
@@ -137,12 +139,15 @@ class Store(Protocol):
         length: int | None = None,
         into: memoryview | None = None,
         timeout_s: float,
+        arrived: Arrived | None = None,
     ) -> memoryview:
         """Bytes of an object from `start` on, waiting until it exists. `timeout_s` bounds every time without progress.
 
         Args:
             length: how many bytes at most; None: to the end.
             into: memory to read into, which bounds what is taken; the result is a part of it, or of memory the store owns.
+            arrived: called whenever more has come, by stores to which bytes come one by one; those that hold the object already
+                need not call it. After a break it may start from less again, with the same bytes.
 
         Raises:
             VersionGoneError, FarSideError: it will not come.
