@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Shaped, UInt32, UInt64
 
-from common.transfer.shards import Strided, TensorLayout, strided
+from common.transfer.boxes import Strided, strided
+from common.transfer.shards import TensorLayout
 
 PIECE_WORDS = 1 << 17
 """1 MiB of either version is compared at a time: the result stays in cache until it is read."""

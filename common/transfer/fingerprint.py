@@ -19,7 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Shaped, UInt32, UInt64
 
-from common.transfer.shards import Box, TensorLayout
+from common.transfer.boxes import Box
+from common.transfer.shards import TensorLayout
 
 TABLE_ENTRIES = 1 << 18
 """Rows and columns whose weights are tabulated (2 MB a table); further ones are computed."""

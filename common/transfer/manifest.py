@@ -11,6 +11,7 @@ Parsers here refuse whatever an honest publisher does not write, with MalformedU
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import hashlib
@@ -164,7 +165,12 @@ class BucketSummary:
 
 def max_bucket_bytes(bucket: Bucket) -> int:
     """No honest bucket object is longer."""
-    return _PREFIX.size + bucket.dense_bytes + (bucket.end_run - bucket.first_run) * (_RECORD.itemsize + 16 + RUN_HEADER_BYTES)
+    return max_index_bytes(bucket) + bucket.dense_bytes + len(bucket.runs) * RUN_HEADER_BYTES
+
+
+def max_index_bytes(bucket: Bucket) -> int:
+    """No honest index of this bucket is longer."""
+    return _PREFIX.size + len(bucket.runs) * (_RECORD.itemsize + 16)
 
 
 INDEX_PREFIX_BYTES = _PREFIX.size
@@ -175,7 +181,7 @@ def index_bytes(prefix: memoryview, bucket: Bucket) -> int:
     if len(prefix) < _PREFIX.size:
         raise TruncatedError(f"a bucket of {len(prefix)} bytes ends within its prefix")
     magic, digests, num_runs = _PREFIX.unpack(prefix[: _PREFIX.size])
-    if magic != MAGIC or digests > 1 or num_runs > bucket.end_run - bucket.first_run:
+    if magic != MAGIC or digests > 1 or num_runs > len(bucket.runs):
         raise MalformedUpdateError(f"a bucket starts with {bytes(prefix[:12])!r}; expected {MAGIC!r} and at most the bucket's runs")
     return _PREFIX.size + num_runs * (_RECORD.itemsize + 16 * digests)
 
@@ -193,16 +199,18 @@ def parse_bucket_index(index: memoryview, bucket: Bucket, layout: WeightLayout) 
     end_of_records = _PREFIX.size + num_runs * _RECORD.itemsize
     records = np.frombuffer(index[_PREFIX.size : end_of_records], _RECORD)
     entries = []
-    offset, previous = size, bucket.first_run - 1
+    offset, place = size, 0
     for i, (run, length, fingerprint, checksum) in enumerate(records.tolist()):
-        if not previous < run < bucket.end_run:
-            raise MalformedUpdateError(f"run {run} after {previous} in a bucket of runs below {bucket.end_run}")
+        place = bisect.bisect_left(bucket.runs, run, place)
+        if place == len(bucket.runs) or bucket.runs[place] != run:
+            raise MalformedUpdateError(f"run {run} as number {i} of a bucket of {len(bucket.runs)} other runs, or out of order")
+        place += 1
         if not 0 < length <= layout.run_bytes(run) + RUN_HEADER_BYTES:
             raise MalformedUpdateError(f"run {run} of {layout.run_bytes(run)} dense bytes announces {length} encoded ones")
         start = end_of_records + 16 * i
         sha256 = bytes(index[start : start + 16]) if digests else None
         entries.append(RunEntry(run, offset, length, fingerprint, checksum, sha256))
-        offset, previous = offset + length, run
+        offset += length
     return entries, BucketSummary(offset, size, hashlib.sha256(index[:size]).hexdigest())
 
 

@@ -256,7 +256,7 @@ class Publisher:
     ) -> tuple[BucketSummary, int]:
         writer = BucketWriter(digests=self._key is not None)
         changed = 0
-        for run in range(bucket.first_run, bucket.end_run):
+        for run in bucket.runs:
             tensor_idx, run_idx = self.layout.locate(run)
             encoded = encode(tensor_idx, run_idx)
             if encoded is not None:

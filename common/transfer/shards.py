@@ -4,10 +4,11 @@ Boxes cut a tensor on a grid along the axes that a learner or a replica may shar
 part of a row-parallel tensor as well as of a column-parallel one. A run is a group of consecutive boxes that is encoded together:
 the smallest thing a rank fetches by itself. Large enough for an entropy coder (about 1 MiB of dense weights), small enough that
 one sixteenth of a large tensor is made of whole runs. A bucket is a sequence of runs of at most 64 MB of dense weights: the unit
-of the pipeline, and one object in a store.
+of the pipeline, and one object in a store. Where several learner processes write one update, boxes are also cut wherever another
+process's part begins, so that each run, and each bucket, is written by one of them.
 
 Everything here is arithmetic on shapes: no array is touched, tensors may have more than 2^32 elements, and the same layout gives
-the same runs and buckets on every machine. What it refuses: to know how either side shards; that is each side's own mapping.
+the same runs and buckets on every machine. What it refuses: to know how a replica shards; that is the replica's own mapping.
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-from jaxtyping import Int, UInt64
-
 from common.transfer.bits import ITEM_BYTES
-from common.transfer.errors import MalformedUpdateError
+from common.transfer.boxes import Box
+from common.transfer.ownership import Owners, cut_units, writer_of_box
 
 NUM_PARTS = 16
 """Tensor-parallel ranks that may want equal parts of an axis."""
@@ -40,6 +39,7 @@ MAX_TENSORS = 1_000_000
 MAX_RUNS = 1 << 23
 """Enough for 8 TB of weights; a layout from outside with more would keep a receiver busy with counting."""
 MAX_NAME_CHARS = 512
+MAX_WRITERS = 1 << 16
 
 ROW_PARALLEL_SUFFIXES = (
     "o_proj.weight",
@@ -58,68 +58,12 @@ def sharded_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (len(shape) - 1,) if len(shape) >= 2 and name.endswith(ROW_PARALLEL_SUFFIXES) else (0,)
 
 
-@dataclasses.dataclass(frozen=True)
-class Box:
-    """A rectangular part of a tensor: `start` and `extent` per axis."""
-
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.extent)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(s, s + n) for s, n in zip(self.start, self.extent, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Strided:
-    """A box as row-major flat positions: `offset` plus, for each (count, stride) from outer to inner, a counter times its stride.
-
-    The innermost stride is 1 and neighbouring axes are merged, so one pair means that the box is contiguous.
-    """
-
-    offset: int
-    dims: tuple[tuple[int, int], ...]
-
-    @property
-    def contiguous(self) -> bool:
-        return len(self.dims) == 1
-
-    def to_flat(self, local: Int[np.ndarray, "n"]) -> UInt64[np.ndarray, "n"]:
-        """Flat positions in the tensor of row-major positions within the box."""
-        rest = local.astype(np.uint64)
-        if self.contiguous:
-            return rest + np.uint64(self.offset)
-        flat = np.full(rest.shape, self.offset, np.uint64)
-        for count, stride in reversed(self.dims[1:]):
-            outer = rest // np.uint64(count)
-            flat += (rest - outer * np.uint64(count)) * np.uint64(stride)
-            rest = outer
-        return flat + rest * np.uint64(self.dims[0][1])
-
-
-def strided(shape: tuple[int, ...], box: Box) -> Strided:
-    """See Strided."""
-    offset, stride, dims = 0, 1, [(1, 1)]
-    for size, start, extent in zip(reversed(shape), reversed(box.start), reversed(box.extent), strict=True):
-        offset += start * stride
-        count, inner = dims[-1]
-        if count * inner == stride:
-            dims[-1] = (count * extent, inner)
-        elif extent > 1:
-            dims.append((extent, stride))
-        stride *= size
-    return Strided(offset, tuple(reversed(dims)))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorLayout:
     """One tensor's grid. Boxes are numbered along `axis_order`, its first axis slowest; those at the end of an axis may be shorter.
 
     `tied` lists further checkpoint names that hold the same values (an output head tied to the embedding): they travel once.
+    `writers` says for each run which process writes it; empty: all by process 0.
     """
 
     name: str
@@ -129,6 +73,7 @@ class TensorLayout:
     axis_order: tuple[int, ...]
     boxes_per_run: int = 1
     tied: tuple[str, ...] = ()
+    writers: tuple[int, ...] = ()
 
     @property
     def num_elements(self) -> int:
@@ -175,11 +120,11 @@ class TensorLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Runs [first_run, end_run) in the layout's own numbering, which goes through the tensors in order."""
+    """Ascending runs of one writer, in the layout's own numbering, which goes through the tensors in order."""
 
-    first_run: int
-    end_run: int
+    runs: Sequence[int]
     dense_bytes: int
+    writer: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,88 +164,44 @@ class WeightLayout:
         return sum(box.num_elements for box in tensor.run(run_idx)) * ITEM_BYTES[tensor.dtype]
 
     @functools.cached_property
-    def buckets(self) -> tuple[Bucket, ...]:
-        return tuple(self._buckets())
+    def num_writers(self) -> int:
+        return 1 + max((writer for tensor in self.tensors for writer in tensor.writers), default=0)
 
-    def _buckets(self) -> Iterator[Bucket]:
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """In the order in which they are fetched: where there are several writers, the first of each, the second of each, ..."""
+        if self.num_writers == 1:
+            return tuple(self._buckets_of(range(self.num_runs), 0))
+        runs: list[list[int]] = [[] for _ in range(self.num_writers)]
+        for tensor, first in zip(self.tensors, self.first_runs, strict=False):
+            for run_idx in range(tensor.num_runs):
+                runs[tensor.writers[run_idx] if tensor.writers else 0].append(first + run_idx)
+        by_writer = [self._buckets_of(of_writer, writer) for writer, of_writer in enumerate(runs)]
+        rounds = itertools.zip_longest(*by_writer)
+        return tuple(bucket for round_ in rounds for bucket in round_ if bucket is not None)
+
+    def _buckets_of(self, runs: Sequence[int], writer: int) -> Iterator[Bucket]:
         first, size = 0, 0
-        for run in range(self.num_runs):
+        for i, run in enumerate(runs):
             run_bytes = self.run_bytes(run)
             if size and size + run_bytes > BUCKET_BYTES:
-                yield Bucket(first, run, size)
-                first, size = run, 0
+                yield Bucket(runs[first:i], size, writer)
+                first, size = i, 0
             size += run_bytes
-        if first < self.num_runs:
-            yield Bucket(first, self.num_runs, size)
+        if first < len(runs):
+            yield Bucket(runs[first:], size, writer)
 
     @functools.cached_property
     def json_bytes(self) -> bytes:
-        rows = [[t.name, t.dtype, t.shape, t.box_extent, t.axis_order, t.boxes_per_run, t.tied] for t in self.tensors]
+        rows = [
+            [t.name, t.dtype, t.shape, t.box_extent, t.axis_order, t.boxes_per_run, t.tied, *([t.writers] if t.writers else [])]
+            for t in self.tensors
+        ]
         return json.dumps(rows, separators=(",", ":")).encode()
 
     @functools.cached_property
     def digest(self) -> str:
         return hashlib.sha256(self.json_bytes).hexdigest()[:32]
-
-
-def parse_layout(payload: bytes) -> WeightLayout:
-    """The inverse of WeightLayout.json_bytes, for bytes from outside.
-
-    Raises:
-        MalformedUpdateError: anything that build_layout could not have made.
-    """
-    try:
-        rows = json.loads(payload)
-        if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
-            raise ValueError(f"expected a list of at most {MAX_TENSORS} tensors")
-        layout = WeightLayout(tuple(_parse_tensor(row) for row in rows))
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise MalformedUpdateError(f"layout: {e}") from None
-    if len(layout.by_name) != sum(1 + len(t.tied) for t in layout.tensors):
-        raise MalformedUpdateError("layout: a tensor name occurs twice")
-    if layout.num_runs > MAX_RUNS:
-        raise MalformedUpdateError(f"layout: {layout.num_runs} runs, at most {MAX_RUNS} are allowed")
-    for tensor in layout.tensors:
-        if math.prod(tensor.box_extent) * min(tensor.boxes_per_run, max(tensor.num_boxes, 1)) > MAX_RUN_ELEMENTS:
-            raise MalformedUpdateError(f"layout: a run of {tensor.name} has more than {MAX_RUN_ELEMENTS} elements")
-    return layout
-
-
-def _parse_tensor(row: object) -> TensorLayout:
-    if not isinstance(row, list) or len(row) != 7:
-        raise ValueError("a tensor is [name, dtype, shape, box extent, axis order, boxes per run, tied names]")
-    name, dtype, boxes_per_run = row[0], row[1], row[5]
-    shape, box_extent, axis_order = (_small_ints(x) for x in row[2:5])
-    tied = row[6]
-    if not isinstance(tied, list) or not all(_is_name(x) for x in (name, *tied)):
-        raise ValueError(f"{name!r:.80} is not a tensor name")
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"{name}: dtype {dtype!r:.40} is none of {', '.join(ITEM_BYTES)}")
-    if not (len(shape) == len(box_extent) == len(axis_order)) or sorted(axis_order) != list(range(len(shape))):
-        raise ValueError(f"{name}: shape {shape}, box {box_extent} and axis order {axis_order} do not fit together")
-    if not all(1 <= extent <= max(size, 1) for size, extent in zip(shape, box_extent, strict=True)):
-        raise ValueError(f"{name}: box {box_extent} does not fit shape {shape}")
-    if type(boxes_per_run) is not int or not 1 <= boxes_per_run < 1 << 32 or math.prod(shape) >= 1 << 56:
-        raise ValueError(f"{name}: {boxes_per_run!r:.40} boxes a run, or too many elements")
-    return TensorLayout(
-        name=name,
-        dtype=dtype,
-        shape=shape,
-        box_extent=box_extent,
-        axis_order=axis_order,
-        boxes_per_run=boxes_per_run,
-        tied=tuple(tied),
-    )
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS and name.isprintable()
-
-
-def _small_ints(values: object) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > 16 or not all(type(v) is int and 0 <= v < 1 << 48 for v in values):
-        raise ValueError(f"{values!r:.80} is not a list of sizes")
-    return tuple(values)
 
 
 def build_layout(
@@ -310,6 +211,7 @@ def build_layout(
     axes_of: Callable[[str, tuple[int, ...]], Sequence[int]] = sharded_axes,
     min_run_bytes: int = MIN_RUN_BYTES,
     max_run_bytes: int = MAX_RUN_BYTES,
+    owners: Mapping[str, Owners] | None = None,
 ) -> WeightLayout:
     """Lay out a model.
 
@@ -318,6 +220,7 @@ def build_layout(
         tied: name -> the name in `specs` whose values it shares; such a name must not be in `specs`.
         axes_of: the axes along which either side may cut a tensor; the first is what replicas cut and what runs follow.
         min_run_bytes: an axis is cut into fewer than NUM_PARTS parts where runs would be smaller than this.
+        owners: by name, which boxes each of several writers publishes; tensors left out are written by process 0.
     """
     tied = tied or {}
     for alias, name in tied.items():
@@ -327,44 +230,64 @@ def build_layout(
     for name, (shape, dtype) in specs.items():
         if dtype not in ITEM_BYTES:
             raise ValueError(f"{name}: dtype {dtype} cannot travel; use one of {', '.join(ITEM_BYTES)}")
-        aliases = tuple(alias for alias, target in tied.items() if target == name)
-        tensors.append(
-            _tensor_layout(name, tuple(shape), dtype, tuple(axes_of(name, shape)), aliases, min_run_bytes, max_run_bytes)
+        tensor = TensorLayout(
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            box_extent=tuple(max(size, 1) for size in shape),
+            axis_order=tuple(range(len(shape))),
+            tied=tuple(alias for alias, target in tied.items() if target == name),
         )
+        of_tensor = (owners or {}).get(name, ())
+        tensors.append(_on_grid(tensor, tuple(axes_of(name, shape)), of_tensor, min_run_bytes, max_run_bytes))
     return WeightLayout(tuple(tensors))
 
 
-def _tensor_layout(
-    name: str, shape: tuple[int, ...], dtype: str, axes: tuple[int, ...], tied: tuple[str, ...], min_bytes: int, max_bytes: int
-) -> TensorLayout:
-    if axes and math.prod(shape) // max(shape[axes[0]], 1) * ITEM_BYTES[dtype] > max_bytes:
+def _on_grid(tensor: TensorLayout, axes: tuple[int, ...], owners: Owners, min_bytes: int, max_bytes: int) -> TensorLayout:
+    """The tensor with its grid: runs follow the first of `axes`; axes that only owners cut come next, so that no run has two."""
+    shape = tensor.shape
+    if not tensor.num_elements or not shape:
+        return dataclasses.replace(tensor, writers=(owners[0][1],) if tensor.num_runs and owners and owners[0][1] else ())
+    if axes and tensor.dense_bytes // shape[axes[0]] > max_bytes:
         axes = (max(range(len(shape)), key=lambda axis: shape[axis]), *axes)  # one slice alone would be too large a run
-    axes = tuple(dict.fromkeys(axes))
-    order = axes + tuple(axis for axis in range(len(shape)) if axis not in axes)
-    extent = [max(size, 1) for size in shape]
-    boxes_per_run = 1
-    dense_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-    if axes and dense_bytes:
-        main = axes[0]
-        extent[main] = _step(shape[main], dense_bytes, min_bytes, max_bytes)
-        for axis in axes[1:]:
-            extent[axis] = shape[axis] // math.gcd(shape[axis], NUM_PARTS)
-            boxes_per_run *= shape[axis] // extent[axis]
-    return TensorLayout(
-        name=name, dtype=dtype, shape=shape, box_extent=tuple(extent), axis_order=order, boxes_per_run=boxes_per_run, tied=tied
+    units = cut_units(shape, owners, tensor.name)
+    owned_axes = tuple(axis for axis, unit in enumerate(units) if unit < shape[axis])
+    main, *others = tuple(dict.fromkeys((*axes, *owned_axes))) or (0,)
+    split = tuple(axis for axis in others if axis in owned_axes)
+    joined = tuple(axis for axis in others if axis not in owned_axes)
+    extent = list(shape)
+    for axis in split:
+        extent[axis] = units[axis]
+    for axis in joined:
+        extent[axis] = shape[axis] // math.gcd(shape[axis], NUM_PARTS)
+    part_bytes = tensor.dense_bytes // math.prod(shape[axis] // units[axis] for axis in split)
+    if axes or owned_axes:
+        extent[main] = _step(shape[main], units[main], part_bytes, min_bytes, max_bytes)
+    order = (main, *split, *joined)
+    tensor = dataclasses.replace(
+        tensor,
+        box_extent=tuple(extent),
+        axis_order=order + tuple(axis for axis in range(len(shape)) if axis not in order),
+        boxes_per_run=math.prod(shape[axis] // extent[axis] for axis in joined),
     )
+    writers = tuple(writer_of_box(tensor.run(run_idx)[0], owners) for run_idx in range(tensor.num_runs)) if owners else ()
+    return dataclasses.replace(tensor, writers=writers if any(writers) else ())
 
 
-def _step(size: int, dense_bytes: int, min_bytes: int, max_bytes: int) -> int:
-    """How far apart an axis of `size` is cut: one of NUM_PARTS equal parts, or fewer where those are small, or parts of a part."""
+def _step(size: int, unit: int, dense_bytes: int, min_bytes: int, max_bytes: int) -> int:
+    """How far apart an axis of `size` is cut: one of NUM_PARTS equal parts, or fewer where those are small, or parts of a part;
+    always a divisor of `unit` where that is less than the axis."""
     parts = math.gcd(size, NUM_PARTS)
     while parts > 1 and dense_bytes // parts < min_bytes:
         parts //= 2
-    step, step_bytes = size // parts, dense_bytes // parts
+    step = math.gcd(size // parts, unit)
+    step_bytes = dense_bytes * step // size
     if step_bytes <= max_bytes:
         return step
     fewest = -(-step_bytes // max_bytes)
     for pieces in (*range(fewest, 4 * fewest + 1), *range(fewest - 1, fewest // 2, -1)):
         if step % pieces == 0:
             return step // pieces
+    if unit < size:
+        return next(step // pieces for pieces in range(fewest, step + 1) if step % pieces == 0)
     return max(step // fewest, 1)

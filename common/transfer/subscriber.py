@@ -26,6 +26,7 @@ from common.transfer.errors import (
     WrongBaseError,
 )
 from common.transfer.fetch import BucketFetcher, leases
+from common.transfer.layout_wire import parse_layout
 from common.transfer.live import live_fingerprints, matches
 from common.transfer.manifest import (
     LAYOUT_NAME,
@@ -39,7 +40,7 @@ from common.transfer.manifest import (
 from common.transfer.paths import Held, newest_path
 from common.transfer.paths import Path as UpdatePath
 from common.transfer.receive import Receiver, match_names
-from common.transfer.shards import WeightLayout, parse_layout
+from common.transfer.shards import WeightLayout
 from common.transfer.staging import StagedUpdate, WholeRuns
 from common.transfer.store.protocol import Catalog, CatalogEntry, Store, UpdateState
 from common.transfer.target import SlicedTarget, WeightTarget

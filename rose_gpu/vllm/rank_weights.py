@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64, Shaped
 
-from common.transfer.shards import Box
+from common.transfer.boxes import Box
 from common.transfer.staging import StagedRun
 from rose_gpu.vllm.weight_map import Part, find_parts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common.transfer.bits import BITS_DTYPES
-from common.transfer.shards import parse_layout
+from common.transfer.layout_wire import parse_layout
 from common.transfer.staging import StagedRun, StagedUpdate
 
 _ALIGNMENT = 64

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from common.transfer import changes, fingerprint
-from common.transfer.shards import Box, TensorLayout, build_layout
+from common.transfer.boxes import Box
+from common.transfer.shards import TensorLayout, build_layout
 
 
 def by_definition(bits: np.ndarray, row_elements: int) -> int:
