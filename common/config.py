@@ -69,6 +69,8 @@ class SamplerConfig:
     max_context_tokens: int = 384
     max_step_tokens: int = 8192
     """Bound on one step: a token for each decoding sequence, the rest for prefill."""
+    tokens_per_sequence: int = 8
+    """jetstream only: tokens that a decoding sequence generates in one step while no prompt waits: less host work for each."""
     max_turn_tokens: int = 4
     temperature: float = 1.0
     page_tokens: int = 8
@@ -263,7 +265,9 @@ def validate(config: Config) -> None:
     _validate_model(config.model, config.mesh)
     _validate_learning(config)
     sampler = config.sampler
-    _require_positive("sampler", sampler, "max_slots", "max_context_tokens", "max_step_tokens", "max_turn_tokens")
+    _require_positive(
+        "sampler", sampler, "max_slots", "max_context_tokens", "max_step_tokens", "tokens_per_sequence", "max_turn_tokens"
+    )
     _require_positive("sampler", sampler, "page_tokens", "max_prefill_tiles", "tensor_parallel")
     _require_one_of("sampler.backend", sampler.backend, ("jetstream", "vllm"))
     for name, default in (("tensor_parallel", 1), ("own_process", False)):

@@ -39,13 +39,20 @@ class JaxReplica(LocalReplica[nnx.State]):
             page_tokens=sampler.page_tokens,
             tile_tokens=sampler.page_tokens,
             max_prefill_tiles=sampler.max_prefill_tiles,
+            max_step_draws=sampler.tokens_per_sequence,
             stale_cache=StaleCache(sampler.stale_cache),
             invariant=sampler.invariant,
         )
         engine = JetStreamEngine(engine_config, model_config, empty, version=0)
         self.target = JaxWeightTarget(engine, model_config, empty, weights_dtype=config.model.weights_dtype)
         subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
-        super().__init__(replica_id, engine, subscriber, max_step_tokens=config.sampler.max_step_tokens)
+        super().__init__(
+            replica_id,
+            engine,
+            subscriber,
+            max_step_tokens=sampler.max_step_tokens,
+            tokens_per_sequence=sampler.tokens_per_sequence,
+        )
 
     def differing_tensors(self, published: Mapping[str, np.ndarray]) -> list[str]:
         """Names of live tensors whose bits are not those of the published ones."""

@@ -37,12 +37,14 @@ class LoopCounters:
 
 
 class EngineLoop(Generic[WeightsT]):
-    """Use as `async with EngineLoop(engine, max_step_tokens=...) as loop: await loop.generate(request)`."""
+    """Use as `async with EngineLoop(engine, max_step_tokens=...) as loop: await loop.generate(request)`. See StepLimits."""
 
-    def __init__(self, engine: StepEngine[WeightsT], *, max_step_tokens: int) -> None:
+    def __init__(self, engine: StepEngine[WeightsT], *, max_step_tokens: int, tokens_per_sequence: int = 1) -> None:
         self.engine = engine
         self.counters = LoopCounters()
-        self._limits = StepLimits(max_tokens=max_step_tokens)
+        self.on_step: Callable[[StepResult], None] | None = None
+        """Called with every step's result, before its requests' callers go on: for callers that stream."""
+        self._limits = StepLimits(max_tokens=max_step_tokens, tokens_per_sequence=tokens_per_sequence)
         self._futures: dict[str, asyncio.Future[Completion]] = {}
         self._actions: list[tuple[Callable[[], Awaitable[None]], asyncio.Future[Any]]] = []
         self._arrived = asyncio.Event()
@@ -179,6 +181,8 @@ class EngineLoop(Generic[WeightsT]):
         self.counters.num_steps += 1
         self.counters.sampled_tokens += len(result.tokens)
         self.counters.device_s += result.device_s
+        if self.on_step is not None:
+            self.on_step(result)
         for completion in result.completions:
             future = self._futures.pop(completion.request_id, None)
             if future is not None and not future.done():

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import ReplicaUnavailableError
-from common.serving.engine import EngineLoad, StepEngine
+from common.serving.engine import EngineLoad, StepEngine, StepResult
 from common.serving.loop import EngineLoop, LoopCounters
 from common.transfer.staging import StagedUpdate
 from common.transfer.subscriber import Subscriber
 from common.types import Completion, Request
 
 WeightsT = TypeVar("WeightsT")
+ResultT = TypeVar("ResultT")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,11 +94,20 @@ class Replica(Protocol):
 class LocalReplica(Generic[WeightsT]):
     """A Replica around an engine and a subscriber whose target is that engine. Use as `async with`; leaving it closes neither."""
 
-    def __init__(self, replica_id: str, engine: StepEngine[WeightsT], subscriber: Subscriber, *, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        engine: StepEngine[WeightsT],
+        subscriber: Subscriber,
+        *,
+        max_step_tokens: int,
+        tokens_per_sequence: int = 1,
+    ) -> None:
         self._id = replica_id
         self._engine = engine
         self._subscriber = subscriber
-        self._loop = EngineLoop(engine, max_step_tokens=max_step_tokens)
+        self._upstream = subscriber
+        self._loop = EngineLoop(engine, max_step_tokens=max_step_tokens, tokens_per_sequence=tokens_per_sequence)
         self._staged: StagedUpdate | None = None
         self._staging = asyncio.Lock()
         self._draining = False
@@ -120,6 +131,20 @@ class LocalReplica(Generic[WeightsT]):
     async def __aexit__(self, *exc: object) -> None:
         await self._loop.__aexit__(*exc)
 
+    def watch_steps(self, on_step: Callable[[StepResult], None]) -> None:
+        """Call `on_step` with every step's result, before its requests' callers go on: for callers that stream."""
+        self._loop.on_step = on_step
+
+    async def follow(self, subscriber: Subscriber) -> None:
+        """Take weights from another store from the next `stage` on. What is served stays until a version of it is committed."""
+        async with self._staging:
+            self._upstream, self._staged = subscriber, None
+
+    async def while_nothing_is_committed(self, work: Callable[[], ResultT]) -> ResultT:
+        """What `work`, which reads live weights, returns. It runs in a thread of its own; stage and commit wait for it."""
+        async with self._staging:
+            return await asyncio.to_thread(work)
+
     async def generate(self, request: Request) -> Completion:
         if self._subscriber.version is None:
             raise ReplicaUnavailableError(f"replica {self._id} has no weights yet; stage and commit a version first")
@@ -136,10 +161,10 @@ class LocalReplica(Generic[WeightsT]):
 
     async def stage(self, version: int | None = None) -> StageReport:
         async with self._staging:
-            staged = await asyncio.to_thread(self._subscriber.stage, version)
+            staged = await asyncio.to_thread(self._upstream.stage, version)
             if staged is None:
-                assert self._subscriber.version is not None
-                return StageReport(version=self._subscriber.version, wire_bytes=0, staged_elements=0, seconds={})
+                assert self._upstream.version is not None
+                return StageReport(version=self._upstream.version, wire_bytes=0, staged_elements=0, seconds={})
             self._staged = staged
             return StageReport(
                 version=staged.version,
@@ -152,7 +177,9 @@ class LocalReplica(Generic[WeightsT]):
         async with self._staging:
             staged, self._staged = self._staged, None
             if staged is not None:
-                await self._loop.between_steps_in_slices(lambda: self._subscriber.commit_in_slices(staged))
+                upstream = self._upstream
+                await self._loop.between_steps_in_slices(lambda: upstream.commit_in_slices(staged))
+                self._subscriber = upstream
             if self._subscriber.version is None:
                 raise ReplicaUnavailableError(f"replica {self._id} has nothing to commit; stage a version first")
             return self._subscriber.version
