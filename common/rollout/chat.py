@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 PAD, UNK, SYSTEM, USER, AGENT, END = "<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 WORD_SPECIAL_TOKENS = (PAD, UNK, SYSTEM, USER, AGENT, END)
@@ -41,6 +42,18 @@ WORD_TEMPLATE = (
 _PLACEHOLDER_TURN = "PLACEHOLDERTURN"
 _PLACEHOLDER_OBSERVATION = "PLACEHOLDEROBSERVATION"
 _MAX_CACHED_OBSERVATIONS = 8192  # short observations recur; rendering and encoding one costs more than the environment's step
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # how tokenizers with byte fallback write a single byte
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character stands for in a byte-level vocabulary: printable ones themselves, the others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + idx): byte for idx, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
 
 Message = dict[str, str]
 
@@ -87,6 +100,7 @@ class ChatTokenizer:
         self._template_text = template
         self._settings = settings
         self._special_tokens = _named_special_tokens(settings)
+        self._added_ids = set(tokenizer.get_added_tokens_decoder())
         self._special_ids = {idx for idx, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         try:
             self._template = _compile_template(template)
@@ -172,9 +186,29 @@ class ChatTokenizer:
         """Ids of a whole turn written for the agent (a demonstration), the end-of-turn token included."""
         return [*self._encode(text), self._end_token_id]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a whole chat and the head of the agent's next turn. Raises ValueError if the template refuses the messages."""
+        return self._encode(self._render(list(messages), add_generation_prompt=True))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text that is continued, with what the tokenizer puts at a text's beginning."""
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids, special tokens left out."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, which may be a part of a character only; of ids beyond the vocabulary, nothing."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id not in self._added_ids:
+            if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+                return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            if _BYTE_TOKEN.fullmatch(token):
+                return bytes.fromhex(token[3:5])
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

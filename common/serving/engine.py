@@ -86,12 +86,13 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledToken:
-    """One token as it leaves a step, for callers that stream."""
+    """One token as it leaves a step, for callers that stream. `top_logprobs` are its position's, as many as were asked for."""
 
     request_id: str
     token_id: int
     behavior_logprob: float
     weight_version: int
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,10 +46,18 @@ class LiveRequest:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        top: tuple[tuple[int, float], ...] = ()
         if params.num_top_logprobs:
             best = np.argsort(-logprobs, kind="stable")[: params.num_top_logprobs]
-            self.top_logprobs.append(tuple((int(idx), float(logprobs[idx])) for idx in best))
-        return SampledToken(request_id=self.request.request_id, token_id=token_id, behavior_logprob=logprob, weight_version=version)
+            top = tuple((int(idx), float(logprobs[idx])) for idx in best)
+            self.top_logprobs.append(top)
+        return SampledToken(
+            request_id=self.request.request_id,
+            token_id=token_id,
+            behavior_logprob=logprob,
+            weight_version=version,
+            top_logprobs=top,
+        )
 
     def finish_reason(self) -> FinishReason | None:
         """Why it ends with the newest token, or None if it goes on."""

@@ -57,7 +57,7 @@ def decode_result(text: str) -> StepResult:
     """Raises ValueError when `text` is no encoded result."""
 
     def build(fields: dict) -> StepResult:
-        tokens = tuple(SampledToken(**token) for token in fields.pop("tokens"))
+        tokens = tuple(SampledToken(**token | {"top_logprobs": _top(token["top_logprobs"])}) for token in fields.pop("tokens"))
         completions = tuple(_completion(completion) for completion in fields.pop("completions"))
         return StepResult(tokens=tokens, completions=completions, **fields)
 
@@ -76,8 +76,12 @@ def decode_completion(text: str) -> Completion:
 def _completion(fields: dict) -> Completion:
     for name in ("token_ids", "behavior_logprobs", "weight_versions"):
         fields[name] = tuple(fields[name])
-    fields["top_logprobs"] = tuple(tuple((token_id, value) for token_id, value in top) for top in fields["top_logprobs"])
+    fields["top_logprobs"] = tuple(map(_top, fields["top_logprobs"]))
     return Completion(finish_reason=FinishReason(fields.pop("finish_reason")), **fields)
+
+
+def _top(pairs: list[list]) -> tuple[tuple[int, float], ...]:
+    return tuple((token_id, value) for token_id, value in pairs)
 
 
 def _decode(text: str, what: str, build: Callable[[dict], ValueT]) -> ValueT:

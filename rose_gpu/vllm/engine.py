@@ -336,14 +336,20 @@ class VllmEngine:
         sequence.token_ids.append(token_id)
         sequence.logprobs.append(logprob)
         sequence.versions.append(self._version)
-        if num_top:
-            top = zip(ids[1 : 1 + num_top].tolist(), values[1 : 1 + num_top].tolist(), strict=True)
-            sequence.top_logprobs.append(tuple(top))
+        top = tuple(zip(ids[1 : 1 + num_top].tolist(), values[1 : 1 + num_top].tolist(), strict=True))
+        if top:
+            sequence.top_logprobs.append(top)
         if output.finish_reason is not None:
             self._end(sequence, FINISH_REASONS[str(output.finish_reason)])
         elif sequence.request.sampling.stop_strings:
             self._end_at_stop_string(sequence)
-        return SampledToken(request_id=request_id, token_id=token_id, behavior_logprob=logprob, weight_version=self._version)
+        return SampledToken(
+            request_id=request_id,
+            token_id=token_id,
+            behavior_logprob=logprob,
+            weight_version=self._version,
+            top_logprobs=top,
+        )
 
     def _end_at_stop_string(self, sequence: planner.Sequence) -> None:
         assert self._decode is not None

@@ -301,10 +301,17 @@ class JetStreamEngine:
             sequence.context.append(token_id)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-            if top and sequence.request.sampling.num_top_logprobs:
-                sequence.top_logprobs.append(tuple(top[: sequence.request.sampling.num_top_logprobs]))
+            token_top = tuple(top[: sequence.request.sampling.num_top_logprobs])
+            if token_top:
+                sequence.top_logprobs.append(token_top)
             streamed.append(
-                SampledToken(request_id=request_id, token_id=token_id, behavior_logprob=logprob, weight_version=version)
+                SampledToken(
+                    request_id=request_id,
+                    token_id=token_id,
+                    behavior_logprob=logprob,
+                    weight_version=version,
+                    top_logprobs=token_top,
+                )
             )
             if self._end_if_done(sequence):
                 return

@@ -141,6 +141,7 @@ class Driver:
         assert completion.token_ids == tuple(token.token_id for token in streamed)
         assert completion.behavior_logprobs == tuple(token.behavior_logprob for token in streamed)
         assert completion.weight_versions == tuple(token.weight_version for token in streamed)
+        assert completion.top_logprobs == tuple(token.top_logprobs for token in streamed if token.top_logprobs)
         assert list(completion.weight_versions) == sorted(completion.weight_versions)
         assert len(completion.token_ids) <= request.sampling.max_tokens
         stopped = completion.token_ids[-1:] and completion.token_ids[-1] in request.sampling.stop_token_ids
