@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
 import re
 import time
@@ -32,6 +33,8 @@ from common.transfer.store.protocol import (
     failed,
     gone,
 )
+
+log = logging.getLogger(__name__)
 
 FIRST_POLL_S, LAST_POLL_S = 0.002, 0.1
 """Waiting starts with quick looks and backs off, so that an idle receiver costs ten looks a second."""
@@ -68,7 +71,12 @@ class DirectoryStore:
         for folder in self._files.list(""):
             if match := _VERSION.fullmatch(folder):
                 for kind in UpdateKind:
-                    entry = self._entry(UpdateKey(int(match[1]), kind))
+                    key = UpdateKey(int(match[1]), kind)
+                    try:
+                        entry = self._entry(key)
+                    except MalformedUpdateError as e:  # a machine that died may leave it so; the others must stay readable
+                        log.warning("%s is left out of the catalogue: %s", key.path, e)
+                        continue
                     if entry is not None:
                         entries.append(entry)
         return sorted(entries, key=lambda entry: entry.head.key)

@@ -124,9 +124,9 @@ class HttpStore:
         deadline_s = time.monotonic() + timeout_s
         while True:
             wait_s = min(max(0.0, deadline_s - time.monotonic()), WAIT_S)
-            done, why = body.done, "it does not exist yet"
+            done = body.done
             try:
-                why = self._read_once(body, wait_s, timeout_s) or why
+                why = self._read_once(body, wait_s, timeout_s)
                 if body.complete:
                     return body.content
             except _BROKEN as e:
@@ -140,7 +140,8 @@ class HttpStore:
             if body.done > done:
                 deadline_s = time.monotonic() + timeout_s
             elif time.monotonic() >= deadline_s:
-                raise TransferTimeoutError(f"{path}: {body.done} bytes came, then nothing for {timeout_s} s: {why}")
+                what = f"{path} at {self._host}:{self._port}: {body.done} bytes came, then nothing for {timeout_s} s"
+                raise TransferTimeoutError(f"{what}: it does not exist yet") if why is None else UnreachableError(f"{what}: {why}")
 
     def _read_once(self, body: _Body, wait_s: float, timeout_s: float) -> str | None:
         """Ask for what is missing and take what comes. Nothing comes if the object does not exist within `wait_s`; if the far side

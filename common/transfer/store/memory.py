@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import uuid
 
 from common.clock import Clock, MonotonicClock
 from common.transfer.errors import FarSideError, MalformedUpdateError, TransferTimeoutError
@@ -48,14 +49,14 @@ class MemoryStore:
         self._clock = clock or MonotonicClock()
         self._updates: dict[UpdateKey, _Update] = {}
         self._confirmed: dict[str, tuple[int, float]] = {}
-        self._serial = 0
+        self._life, self._serial = uuid.uuid4().hex[:8], 0
         self._news = threading.Condition()
 
     def catalog(self, *, after: str | None = None, timeout_s: float = 0.0) -> Catalog:
         with self._news:
-            self._news.wait_for(lambda: str(self._serial) != after, timeout_s)
+            self._news.wait_for(lambda: self._tag != after, timeout_s)
             entries = tuple(update.entry for _, update in sorted(self._updates.items()))
-            return Catalog(tag=str(self._serial), entries=entries)
+            return Catalog(tag=self._tag, entries=entries)
 
     def open(self, head: UpdateHead) -> None:
         with self._news:
@@ -143,6 +144,11 @@ class MemoryStore:
             del self._updates[key]
             self._tell()
             return True
+
+    @property
+    def _tag(self) -> str:
+        """Of this life: a store that starts anew must not look like the one that somebody has seen."""
+        return f"{self._life}-{self._serial}"
 
     def _update(self, key: UpdateKey) -> _Update:
         if key not in self._updates:

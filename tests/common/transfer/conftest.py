@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.transfer.cache import ObjectCache
+from common.transfer.relay import RelayStore
 from common.transfer.secrets import Secret
 from common.transfer.store.directory import DirectoryStore, SharedMemoryStore
 from common.transfer.store.http_client import HttpStore
@@ -14,7 +16,7 @@ from common.transfer.store.http_server import StoreServer
 from common.transfer.store.memory import MemoryStore
 from common.transfer.store.protocol import Store
 
-STORES = ("memory", "directory", "fsspec", "shared memory", "http", "http on a directory")
+STORES = ("memory", "directory", "fsspec", "shared memory", "http", "http on a directory", "relay", "http on a relay")
 
 
 @pytest.fixture
@@ -34,6 +36,19 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, token: Secret) -> Iter
             yield DirectoryStore(f"memory://{name}")
         case "shared memory":
             yield SharedMemoryStore(name, root=tmp_path)
+        case "relay":
+            relay = RelayStore(MemoryStore(), ObjectCache(MemoryStore(), max_bytes=1 << 30))
+            yield relay
+            relay.close()
+        case "http on a relay":
+            learner = StoreServer(MemoryStore(), token=token)
+            upstream = HttpStore(learner.url, token=token, timeout_s=10.0)
+            relay = RelayStore(upstream, ObjectCache(SharedMemoryStore(name, root=tmp_path), max_bytes=1 << 30))
+            near = StoreServer(relay, token=token)
+            yield HttpStore(near.url, token=token, timeout_s=10.0)
+            near.close()
+            relay.close()
+            learner.close()
         case _:
             backing = MemoryStore() if request.param == "http" else DirectoryStore(tmp_path / "store")
             server = StoreServer(backing, token=token)
