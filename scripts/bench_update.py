@@ -77,7 +77,10 @@ class Size:
         shapes = qwen3_shapes(self.num_layers, self.vocab_size, self.hidden, self.intermediate)
         for layer in range(self.num_layers):
             shapes |= {f"model.layers.{layer}.self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        return model_weights(shapes)
+        weights = model_weights(shapes)
+        for array in weights.values():
+            array[array == 0] = 0.02  # one code below zero is no number
+        return weights
 
 
 SIZES = {
