@@ -1,0 +1,1 @@
+"""Real traffic: traces of arrivals with their lengths, and open-loop replay of them against a server."""
