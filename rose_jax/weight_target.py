@@ -40,6 +40,9 @@ class JaxWeightTarget:
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         return {name: (tuple(tensor.shape), self._dtype) for name, tensor in self._live.items()}
 
+    def owned(self, name: str) -> None:
+        return None
+
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
         return read_elements(self._live[name], positions, self._dtype).view(BITS_DTYPES[self._dtype])
 

@@ -3,72 +3,44 @@
 The levels: each run's checksum (a damaged bucket is fetched again), each run's fingerprint after decoding (which also finds out a
 base that is not the sender's), the manifest's word on every bucket's index, its signature, and the fingerprint of each tensor.
 Nothing is believed that one level up does not confirm, and nothing is returned before all of it agrees.
+
+A target that holds a part of the model fetches that part, so it checks less by fingerprint: runs that it holds wholly, and tensors
+of which it holds every run. What it fetched is still what the publisher wrote: the manifest confirms the index of each bucket it
+looked into, and the index the checksum of each run; with a key these are SHA-256 under the manifest's signature, which leaves
+nothing out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from common.transfer import fingerprint
 from common.transfer.bits import BITS_DTYPES
 from common.transfer.changes import all_positions, run_positions
-from common.transfer.delta import decode_run
+from common.transfer.delta import DecodedRun, decode_run
 from common.transfer.encoder import fingerprint_run
 from common.transfer.errors import (
     ChecksumError,
     FingerprintMismatchError,
     LayoutMismatchError,
     MalformedUpdateError,
-    TruncatedError,
 )
 from common.transfer.fetch import BucketFetcher, FetchedBucket, Stopwatch
+from common.transfer.holding import Holding
 from common.transfer.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     BucketSummary,
     RunEntry,
     UpdateHead,
-    parse_bucket_index,
     parse_manifest,
 )
-from common.transfer.shards import WeightLayout
 from common.transfer.staging import StagedUpdate, WholeRuns
 from common.transfer.store.protocol import Store
 from common.transfer.target import WeightTarget
-
-log = logging.getLogger(__name__)
-
-MAX_FETCHES = 3
-"""Attempts at a bucket whose bytes arrive damaged."""
-
-
-def match_names(
-    layout: WeightLayout,
-    specs: Mapping[str, tuple[tuple[int, ...], str]],
-    skip_sources: Collection[str],
-    expected_missing: Collection[str],
-) -> list[str | None]:
-    """For each tensor of the layout a name under which the target has it; None for those in `skip_sources`.
-
-    Raises:
-        LayoutMismatchError: a tensor without counterpart on either side, or one of another shape or dtype.
-    """
-    names: list[str | None] = []
-    for tensor in layout.tensors:
-        mine = [name for name in (tensor.name, *tensor.tied) if name in specs]
-        for name in mine:
-            shape, dtype = specs[name]
-            if (tuple(shape), dtype) != (tensor.shape, tensor.dtype):
-                raise LayoutMismatchError(f"{name} is {tensor.dtype}{list(tensor.shape)} there and {dtype}{list(shape)} here")
-        if not mine and tensor.name not in skip_sources:
-            raise LayoutMismatchError(f"published {tensor.name} has no counterpart here; list it in skip_sources if that is right")
-        names.append(mine[0] if mine else None)
-    orphans = [name for name in specs if name not in layout.by_name and name not in expected_missing]
-    if orphans:
-        raise LayoutMismatchError(f"nobody publishes {orphans[:5]}; list them in expected_missing if that is right")
-    return names
 
 
 @dataclasses.dataclass
@@ -78,7 +50,7 @@ class Receiver:
     store: Store
     fetcher: BucketFetcher
     target: WeightTarget
-    names: Sequence[str | None]
+    holding: Holding
     held: Mapping[int, int]
     staged: StagedUpdate
     whole_runs: WholeRuns
@@ -92,56 +64,43 @@ class Receiver:
         for head in heads:
             if (head.layout_digest, head.num_buckets, head.lineage) != (layout.digest, len(layout.buckets), self.staged.lineage):
                 raise LayoutMismatchError(f"{head.key.path} has another layout or lineage than the update before it")
-        fetched = self.fetcher.ahead(heads, layout)
+        fetched = self.fetcher.ahead(heads, self.holding)
         for head in heads:
-            self._verify(head, [self._bucket(head, fetched) for _ in range(head.num_buckets)])
+            summaries: dict[int, BucketSummary] = {}
+            for _ in self.holding.buckets:
+                with self.watch.part("fetch"):
+                    bucket = next(fetched)
+                self._bucket(bucket)
+                summaries[bucket.bucket_idx] = bucket.summary
+                self.fetcher.take_back(bucket)
+            self._verify(head, summaries)
         self.staged.seconds = self.watch.seconds
         return self.staged
 
-    def _bucket(self, head: UpdateHead, fetched: Iterator[FetchedBucket]) -> BucketSummary:
-        with self.watch.part("fetch"):
-            bucket = next(fetched)
-        for attempt in range(1, MAX_FETCHES + 1):
-            try:
-                with self.watch.part("check"):
-                    entries, summary = self._parse(bucket)
-                break
-            except (ChecksumError, MalformedUpdateError) as e:
-                if attempt == MAX_FETCHES:
-                    raise
-                log.warning("%s: fetching bucket %d again: %s", head.key.path, bucket.bucket_idx, e)
-            self.fetcher.take_back(bucket)
-            with self.watch.part("fetch"):
-                bucket = self.fetcher.fetch(head, bucket.bucket_idx, self.staged.layout)
+    def _bucket(self, bucket: FetchedBucket) -> None:
+        head = bucket.head
+        if head.base_version is None and bucket.num_missing:
+            raise MalformedUpdateError(f"{head.key.path}: bucket {bucket.bucket_idx} of an anchor lacks {bucket.num_missing} runs")
         with self.watch.part("decode"):
-            for entry in entries:
-                self._run(head, entry, bucket.content[entry.offset : entry.offset + entry.length])
-        self.fetcher.take_back(bucket)
-        self.staged.wire_bytes += summary.object_bytes
-        return summary
-
-    def _parse(self, bucket: FetchedBucket) -> tuple[list[RunEntry], BucketSummary]:
-        layout, content = self.staged.layout, bucket.content
-        entries, summary = parse_bucket_index(content, layout.buckets[bucket.bucket_idx], layout)
-        if summary.object_bytes != len(content):
-            raise TruncatedError(f"bucket {bucket.bucket_idx}: {len(content)} of {summary.object_bytes} bytes came")
-        for entry in entries:
-            entry.check(content[entry.offset : entry.offset + entry.length])
-        return entries, summary
+            for entry in bucket.entries:
+                self._run(head, entry, bucket.payload(entry))
+        self.staged.wire_bytes += bucket.fetched_bytes
 
     def _run(self, head: UpdateHead, entry: RunEntry, payload: memoryview) -> None:
         tensor_idx, run_idx = self.staged.layout.locate(entry.run)
-        tensor, name = self.staged.layout.tensors[tensor_idx], self.names[tensor_idx]
-        if name is None:
-            return
+        tensor, name = self.staged.layout.tensors[tensor_idx], self.holding.names[tensor_idx]
+        assert name is not None, "only runs that are held are fetched"
         dtype = BITS_DTYPES[tensor.dtype]
         num_elements = self.staged.layout.run_bytes(entry.run) // dtype.itemsize
         decoded = decode_run(payload, num_elements, dtype)
+        if decoded.values is None and head.base_version is None:
+            raise MalformedUpdateError(f"{head.key.path}: run {entry.run} of an anchor holds only changes")
         if decoded.values is not None:
             found = fingerprint_run(tensor, run_idx, decoded.values)
             self.staged.set_all(entry.run, self.whole_runs.keep(decoded.values))
-        elif head.base_version is None:
-            raise MalformedUpdateError(f"{head.key.path}: run {entry.run} of an anchor holds only changes")
+        elif not self.holding.is_whole(entry.run):
+            self._change_part(entry.run, decoded, name)
+            return
         elif decoded.local is None:
             old = self.staged.all_bits(entry.run, lambda: self.target.read(name, all_positions(tensor, run_idx)))
             values = old + decoded.steps
@@ -160,21 +119,39 @@ class Receiver:
                 f"{head.key.path}: run {run_idx} of {tensor.name} decodes to fingerprint {found:016x}, the publisher's is"
                 f" {entry.fingerprint:016x}: the weights held here are not the base it was made for"
             )
-        self.staged.fingerprints[entry.run] = found
+        if self.holding.is_whole(entry.run):
+            self.staged.fingerprints[entry.run] = found
+
+    def _change_part(self, run: int, decoded: DecodedRun, name: str) -> None:
+        """Stage the changes to the elements of a run that are held; those beside them have no old values here."""
+        inside = self.holding.inside(run)
+        assert inside is not None
+        assert decoded.steps is not None
+        if decoded.local is None:
+            local, steps = inside, decoded.steps[inside]
+        else:
+            kept = np.isin(decoded.local, inside, assume_unique=True)
+            local, steps = decoded.local[kept], decoded.steps[kept]
+        if len(local):
+            tensor_idx, run_idx = self.staged.layout.locate(run)
+            positions = run_positions(self.staged.layout.tensors[tensor_idx], run_idx, local)
+            old = self.staged.current_bits(run, local, lambda: self.target.read(name, positions))
+            self.staged.set_some(run, local, old + steps)
 
     def _fingerprint(self, run: int) -> int:
         """Of a run as it will be after what is staged so far."""
         return self.staged.fingerprints[run] if run in self.staged.fingerprints else self.held[run]
 
-    def _verify(self, head: UpdateHead, found: Sequence[BucketSummary]) -> None:
+    def _verify(self, head: UpdateHead, found: Mapping[int, BucketSummary]) -> None:
         with self.watch.part("fetch"):
             payload = self.store.read(head.key, MANIFEST_NAME, length=MAX_MANIFEST_BYTES, timeout_s=self.timeout_s)
         with self.watch.part("check"):
             manifest = parse_manifest(payload, self.key)
             if manifest.head != head:
                 raise MalformedUpdateError(f"{head.key.path}: the manifest is that of {manifest.head}")
-            for bucket_idx, (mine, said) in enumerate(zip(found, manifest.buckets, strict=True)):
-                if mine != said:
+            for bucket_idx, mine in found.items():
+                if mine != manifest.buckets[bucket_idx]:
+                    said = manifest.buckets[bucket_idx]
                     raise ChecksumError(f"{head.key.path}: bucket {bucket_idx} is {mine}, the manifest says {said}")
             for tensor_idx, expected in manifest.fingerprints.items():
                 self._verify_tensor(head, tensor_idx, expected)
@@ -184,7 +161,7 @@ class Receiver:
         layout = self.staged.layout
         if not 0 <= tensor_idx < len(layout.tensors):
             raise MalformedUpdateError(f"{head.key.path}: the manifest names tensor {tensor_idx} of {len(layout.tensors)}")
-        if self.names[tensor_idx] is None:
+        if not self.holding.holds_tensor(tensor_idx):
             return
         total = 0
         for run in range(layout.first_runs[tensor_idx], layout.first_runs[tensor_idx + 1]):

@@ -26,8 +26,9 @@ from common.transfer.errors import (
     WrongBaseError,
 )
 from common.transfer.fetch import BucketFetcher, leases
+from common.transfer.holding import Holding, match_names
 from common.transfer.layout_wire import parse_layout
-from common.transfer.live import live_fingerprints, matches
+from common.transfer.live import live_fingerprints
 from common.transfer.manifest import (
     LAYOUT_NAME,
     MANIFEST_NAME,
@@ -39,8 +40,7 @@ from common.transfer.manifest import (
 )
 from common.transfer.paths import Held, newest_path
 from common.transfer.paths import Path as UpdatePath
-from common.transfer.receive import Receiver, match_names
-from common.transfer.shards import WeightLayout
+from common.transfer.receive import Receiver
 from common.transfer.staging import StagedUpdate, WholeRuns
 from common.transfer.store.protocol import Catalog, CatalogEntry, Store, UpdateState
 from common.transfer.target import SlicedTarget, WeightTarget
@@ -85,8 +85,7 @@ class Subscriber:
         self._held: Held | None = None
         self._in_doubt = False
         self._fingerprints: dict[int, int] = {}
-        self._layout: WeightLayout | None = None
-        self._names: list[str | None] = []
+        self._holding: Holding | None = None
         self._staged: StagedUpdate | None = None
         self._stalled: dict[UpdateKey, int] = {}
         self._unconfirmed: int | None = None
@@ -141,21 +140,24 @@ class Subscriber:
         raise AssertionError("unreachable")
 
     def adopt(self) -> int | None:
-        """Take the newest anchor's version as committed if the live weights already are that anchor, fetching no bucket.
+        """Take the newest anchor's version as committed if the live weights already are that anchor, fetching indexes only.
 
         For replicas that start from the checkpoint the learner started from. Reads and fingerprints all weights; None if they
-        differ or no anchor is there.
+        differ, if no anchor is there, or if a run is held only in part, so that it cannot be compared.
         """
         anchors = [e.head for e in self._store.catalog().entries if e.state is UpdateState.SEALED and e.head.base_version is None]
         if not anchors:
             return None
         head = anchors[-1]
         with leases(self._store, [head.key], self._id):
-            layout = self._layout_of(head)
+            holding = self._holding_of(head)
             payload = self._store.read(head.key, MANIFEST_NAME, length=MAX_MANIFEST_BYTES, timeout_s=self._timeout_s)
             manifest = parse_manifest(payload, self._key)
-        live = live_fingerprints(layout, self._names, self._target)
-        if manifest.head != head or not matches(layout, self._names, live, manifest.fingerprints):
+            if manifest.head != head:
+                return None
+            theirs = self._fetcher.fingerprints(manifest, holding)
+        live = live_fingerprints(holding, self._target)
+        if any(run not in live or live[run] != theirs.get(run) for run in holding.runs):
             return None
         self._held, self._in_doubt = Held(head.lineage, head.version), False
         self._fingerprints, self._staged = live, None
@@ -214,14 +216,14 @@ class Subscriber:
             # Leases end in the background; another name for each attempt keeps one's end from being the next one's.
             self._num_stages += 1
             with leases(self._store, [head.key for head in heads], f"{self._id}.{self._num_stages}"):
-                layout = self._layout_of(heads[0])
+                holding = self._holding_of(heads[0])
                 receiver = Receiver(
                     store=self._store,
                     fetcher=self._fetcher,
                     target=self._target,
-                    names=self._names,
+                    holding=holding,
                     held={} if heads[0].base_version is None else self._fingerprints,
-                    staged=StagedUpdate(layout, heads[-1].lineage, heads[0].base_version, heads[-1].version),
+                    staged=StagedUpdate(holding.layout, heads[-1].lineage, heads[0].base_version, heads[-1].version),
                     whole_runs=WholeRuns(self._spool_dir),
                     key=self._key,
                     timeout_s=self._timeout_s,
@@ -235,18 +237,18 @@ class Subscriber:
             self._stalled = {e.head.key: e.wire_bytes for e in after if e.state is UpdateState.OPEN}
             raise
 
-    def _layout_of(self, head: UpdateHead) -> WeightLayout:
-        """The layout of an update, matched with our own parameters when it is new."""
-        if self._layout is not None and self._layout.digest == head.layout_digest:
-            return self._layout
+    def _holding_of(self, head: UpdateHead) -> Holding:
+        """What we hold of an update's layout, matched with our own parameters when the layout is new."""
+        if self._holding is not None and self._holding.layout.digest == head.layout_digest:
+            return self._holding
         if head.base_version is not None:
             raise LayoutMismatchError(f"{head.key.path} has a layout that no anchor announced here")
         layout = parse_layout(bytes(self._store.read(head.key, LAYOUT_NAME, length=MAX_LAYOUT_BYTES, timeout_s=self._timeout_s)))
         if layout.digest != head.layout_digest:
             raise MalformedUpdateError(f"{head.key.path}: the layout object has digest {layout.digest}, not {head.layout_digest}")
-        self._names = match_names(layout, self._target.specs(), self._skip_sources, self._expected_missing)
-        self._layout = layout
-        return layout
+        names = match_names(layout, self._target.specs(), self._skip_sources, self._expected_missing)
+        self._holding = Holding(layout, names, self._target)
+        return self._holding
 
     def _confirm(self, version: int) -> None:
         """Tell the publisher. If it cannot be reached the next poll tries again; until then it keeps our old base alive."""

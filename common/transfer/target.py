@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Shaped, UInt64
 
 from common.transfer.bits import flat_bits
+from common.transfer.boxes import Box
 from common.transfer.changes import scatter_run
 from common.transfer.shards import TensorLayout
 from common.transfer.staging import StagedRun, StagedUpdate
@@ -18,16 +19,22 @@ class WeightTarget(Protocol):
     """Live weights by checkpoint name. Its own layout (fused, transposed, sharded parameters) is its own affair."""
 
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype name of every parameter, under each checkpoint name it is used by; no buffers or scratch tensors."""
+        """Shape (of the whole tensor) and dtype name of every parameter, under each checkpoint name it is used by; no buffers or
+        scratch tensors."""
+        ...
+
+    def owned(self, name: str) -> tuple[Box, ...] | None:
+        """The boxes of a tensor that are held here, for one rank of several; None: all of it. Boxes do not overlap."""
         ...
 
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
-        """Bit patterns of the live values at flat positions, valid until the next commit. Called from any thread while serving,
-        never during a commit."""
+        """Bit patterns of the live values at flat positions in the whole tensor, all of them owned; valid until the next commit.
+        Called from any thread while serving, never during a commit."""
         ...
 
     def apply(self, update: StagedUpdate) -> None:
-        """Write the values of an update, those of tied tensors to every use. Called between two steps; again changes nothing.
+        """Write what is owned of an update's values, those of tied tensors to every use. Called between two steps; again changes
+        nothing.
 
         If it raises, the weights are as they were before.
         """
@@ -53,6 +60,9 @@ class NumpyTarget:
 
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         return self._specs
+
+    def owned(self, name: str) -> None:
+        return None
 
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
         return self._bits[name].take(positions.view(np.int64))

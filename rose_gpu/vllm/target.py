@@ -47,6 +47,9 @@ class VllmWeightTarget:
     def specs(self) -> Specs:
         return self._engine.weights.specs()
 
+    def owned(self, name: str) -> None:
+        return None
+
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
         return self._engine.weights.read(name, positions)
 

@@ -16,7 +16,7 @@ from jaxtyping import Shaped, UInt64
 
 from common.errors import RoseError
 from common.transfer.bits import BITS_DTYPES
-from common.transfer.receive import match_names
+from common.transfer.holding import match_names
 from common.transfer.staging import StagedUpdate
 from rose_gpu.vllm.update_file import write_update
 
