@@ -1,7 +1,7 @@
 """Flight: one object on its way through a relay, read by many while it arrives.
 
-It is fetched once and whole, whatever ranges are asked for. Bytes handed out are never taken back: should the source begin again,
-readers go on where they are.
+It is fetched once and whole, whatever ranges are asked for. Who wants bytes while they come gets them unchecked, and none is taken
+back: should the source begin again, readers go on where they are. Who does not, gets its range when the whole object was checked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Flight:
         """Kept by the relay, under its lock."""
         self._content = memoryview(b"")
         self._num_bytes: int | None = None
+        self._landed = False
         self._error: TransferError | None = None
         self._trouble: str | None = None
         self._news = threading.Condition()
@@ -36,8 +37,9 @@ class Flight:
                 self._news.notify_all()
 
     def finish(self, content: memoryview) -> None:
-        """This is the object, whole."""
+        """This is the object, whole and as good as it can be had."""
         with self._news:
+            self._landed = True
             self._content, self._num_bytes = content, len(content)
             self._news.notify_all()
 
@@ -53,12 +55,12 @@ class Flight:
             self._trouble = text
 
     def wait(self, start: int, length: int | None, timeout_s: float, stall_s: float, arrived: Arrived | None) -> memoryview:
-        """The range, as soon as it is here.
+        """A range of the object.
 
         Args:
             timeout_s: how long nothing of it may be here.
             stall_s: how long nothing more may come once something is.
-            arrived: called from this thread whenever more of the range is here.
+            arrived: called from this thread whenever more of the range is here. None: the range is wanted checked.
         """
         seen = 0
         deadline_s = time.monotonic() + timeout_s
@@ -66,15 +68,16 @@ class Flight:
             with self._news:
                 while True:
                     content, num_bytes = self._part(start, length)
-                    if num_bytes is not None and (len(content) == num_bytes or len(content) > seen):
+                    if self._landed or (arrived is not None and len(content) == num_bytes):
+                        return content
+                    here = len(self._content) if arrived is None else len(content)
+                    if num_bytes is not None and here > seen:
                         break
                     if self._error is not None:
                         raise self._error
                     if not self._news.wait(deadline_s - time.monotonic()):
                         raise self._timeout(timeout_s)
-            if len(content) == num_bytes:
-                return content
-            seen = len(content)
+            seen = here
             deadline_s = time.monotonic() + stall_s
             if arrived is not None:
                 arrived(content, num_bytes)

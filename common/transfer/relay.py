@@ -6,7 +6,8 @@ one standing question upstream; leases, confirmations and writes pass through, s
 the real receivers. While upstream cannot be reached, what is cached is served and everything else fails with an error that says so.
 
 A relay is trusted with nothing: receivers check what it passes on against the learner's manifest. An object that does not add up is
-fetched once more, then passed on as it is and not kept.
+fetched once more, then passed on as it is and not kept. Readers in this process wait until an object is whole and checked; HTTP
+servers pass bytes on before.
 """
 
 from __future__ import annotations
