@@ -25,6 +25,10 @@ from rose_jax.policy import Policy
 from rose_jax.weight_target import JaxWeightTarget
 
 
+MAX_TOP_LOGPROBS = 20
+"""The most that clients of OpenAI's API may ask for."""
+
+
 class JaxReplica(LocalReplica[nnx.State]):
     """A LocalReplica that starts without weights: its first version comes through the store like every other."""
 
@@ -40,6 +44,7 @@ class JaxReplica(LocalReplica[nnx.State]):
             tile_tokens=sampler.page_tokens,
             max_prefill_tiles=sampler.max_prefill_tiles,
             max_step_draws=sampler.tokens_per_sequence,
+            max_top_logprobs=MAX_TOP_LOGPROBS,
             stale_cache=StaleCache(sampler.stale_cache),
             invariant=sampler.invariant,
         )

@@ -120,6 +120,11 @@ class LocalReplica(Generic[WeightsT]):
         return self._id
 
     @property
+    def engine(self) -> StepEngine[WeightsT]:
+        """For what is asked of it before it serves, or never changes."""
+        return self._engine
+
+    @property
     def counters(self) -> LoopCounters:
         """Sums since the replica was made."""
         return self._loop.counters
@@ -135,10 +140,14 @@ class LocalReplica(Generic[WeightsT]):
         """Call `on_step` with every step's result, before its requests' callers go on: for callers that stream."""
         self._loop.on_step = on_step
 
-    async def follow(self, subscriber: Subscriber) -> None:
-        """Take weights from another store from the next `stage` on. What is served stays until a version of it is committed."""
+    async def follow(self, subscriber: Subscriber) -> Subscriber:
+        """Take weights from another store from the next `stage` on; returns whom that replaces.
+
+        What is served stays until a version from there is committed.
+        """
         async with self._staging:
-            self._upstream, self._staged = subscriber, None
+            before, self._upstream, self._staged = self._upstream, subscriber, None
+            return before
 
     async def while_nothing_is_committed(self, work: Callable[[], ResultT]) -> ResultT:
         """What `work`, which reads live weights, returns. It runs in a thread of its own; stage and commit wait for it."""

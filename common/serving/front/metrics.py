@@ -1,0 +1,115 @@
+"""What the front measures, in Prometheus' text form: latencies as a client sees them here, and what the engine holds.
+
+Histograms are of calls that ended well; a rollout's call has no first token of its own, since it gets its tokens all at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from common.serving.front.access import Interface
+from common.serving.front.engine_client import EngineClient
+
+LATENCY_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""From a decode step of a small model to a prompt that waited long."""
+
+
+class _EngineGauges(Collector):
+    """Reads the engine's newest report when it is scraped."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        load, counters = self._engine.load, self._engine.counters
+        engine, version = load.engine, load.weight_version
+        values = {
+            "rose_engine_up": ("1 while the engine process is there", float(self._engine.failure is None)),
+            "rose_draining": ("1 while no new request is taken", float(load.draining)),
+            "rose_running_requests": ("Requests that hold a slot", engine.running_requests),
+            "rose_waiting_requests": ("Requests that wait for a slot", engine.waiting_requests),
+            "rose_cache_used_tokens": ("Key-value cache that requests need", engine.used_cache_tokens),
+            "rose_cache_reclaimable_tokens": ("Key-value cache kept for prompts to come", engine.reclaimable_cache_tokens),
+            "rose_cache_capacity_tokens": ("Key-value cache there is", engine.capacity_cache_tokens),
+            "rose_weight_version": ("Version served; NaN before the first", math.nan if version is None else version),
+            "rose_engine_steps": ("Steps since the start", counters.num_steps),
+            "rose_engine_device_seconds": ("Device time of all steps", counters.device_s),
+        }
+        return [GaugeMetricFamily(name, text, value=value) for name, (text, value) in values.items()]
+
+
+class Metrics:
+    """All of one server's."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineGauges(engine))
+        by_class = ["interface"]
+        self.ttft_s = Histogram(
+            "rose_time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            by_class,
+            registry=self._registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self.tpot_s = Histogram(
+            "rose_time_per_output_token_seconds",
+            "Mean time between a request's tokens after the first",
+            by_class,
+            registry=self._registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self.duration_s = Histogram(
+            "rose_request_duration_seconds",
+            "From a request's arrival to its end",
+            by_class,
+            registry=self._registry,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self.tokens = Counter("rose_tokens", "Tokens of prompts and completions", ["interface", "kind"], registry=self._registry)
+        self.requests = Counter("rose_requests", "Calls by how they ended", ["interface", "outcome"], registry=self._registry)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def call(self, interface: Interface, *, num_prompt_tokens: int, num_choices: int = 1) -> CallMetrics:
+        """The measurements of one call that begins now."""
+        return CallMetrics(self, interface, num_prompt_tokens, num_choices)
+
+
+class CallMetrics:
+    """Times one call; `finish` records it."""
+
+    def __init__(self, metrics: Metrics, interface: Interface, num_prompt_tokens: int, num_choices: int) -> None:
+        self._metrics, self._interface = metrics, interface.value
+        self._num_prompt_tokens, self._num_choices = num_prompt_tokens, num_choices
+        self._started_s = time.perf_counter()
+        self._first_s = self._last_s = 0.0
+        self._num_tokens = 0
+
+    def token(self) -> None:
+        """A token has arrived from the engine."""
+        self._last_s = time.perf_counter()
+        self._first_s = self._first_s or self._last_s
+        self._num_tokens += 1
+
+    def finish(self, *, num_cached_tokens: int, failed: bool, num_tokens: int | None = None) -> None:
+        """The call has ended; `num_tokens` if they were not counted one by one."""
+        metrics, interface = self._metrics, self._interface
+        metrics.requests.labels(interface, "failed" if failed else "ok").inc()
+        metrics.tokens.labels(interface, "prompt").inc(self._num_prompt_tokens)
+        metrics.tokens.labels(interface, "cached_prompt").inc(num_cached_tokens)
+        metrics.tokens.labels(interface, "completion").inc(self._num_tokens if num_tokens is None else num_tokens)
+        if failed:
+            return
+        metrics.duration_s.labels(interface).observe(time.perf_counter() - self._started_s)
+        if self._num_tokens:
+            metrics.ttft_s.labels(interface).observe(self._first_s - self._started_s)
+        num_after_first = self._num_tokens / self._num_choices - 1
+        if num_after_first > 0:
+            metrics.tpot_s.labels(interface).observe((self._last_s - self._first_s) / num_after_first)

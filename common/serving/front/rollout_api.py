@@ -1,0 +1,277 @@
+"""/rollout/v1: completions by token ids for trainers, and /control/v1: weights, load and draining. Each has its own token.
+
+A rollout call carries a `call_id` of its caller's choice, the same for every attempt at it: an attempt that finds the call under
+way or just answered gets that answer, so that repeating is always safe and samples nothing twice. Everything a trajectory needs
+comes back: ids, log-probabilities, and the weight version of every token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from starlette.responses import Response
+
+from common.serving.front.access import Client, Interface
+from common.serving.front.answer import Answer, Outlet
+from common.serving.front.front import Front
+from common.serving.front.messages import completion_to_wire, load_to_wire
+from common.serving.front.openai_api import ERRORS, identify
+from common.serving.front.openai_types import ErrorResponse, Finite
+from common.serving.front.repeatable import RepeatableCalls
+from common.types import Completion, Request, SamplingKey, SamplingParams
+
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+KeyPart = Annotated[StrictInt, Field(ge=0, lt=2**32)]
+Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+
+CLOSED: dict[int | str, dict[str, Any]] = {403: {"model": ErrorResponse, "description": "This interface is closed"}}
+ROLLOUT_ERRORS = {status: ERRORS[status] for status in (400, 401, 408, 413, 429, 503)} | CLOSED
+CONTROL_ERRORS = {status: ERRORS[status] for status in (400, 401, 503)} | CLOSED
+STAGE_ERRORS = CONTROL_ERRORS | {
+    409: {"model": ErrorResponse, "description": "The live weights are not what was staged for; stage again"},
+    424: {"model": ErrorResponse, "description": "The weights did not arrive; nothing has changed"},
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Sampling(Strict):
+    """common.types.SamplingParams."""
+
+    max_tokens: Count
+    temperature: Annotated[Finite, Field(ge=0)] = 1.0
+    top_p: Annotated[Finite, Field(gt=0, le=1)] = 1.0
+    top_k: Count | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] = 0.0
+    stop_token_ids: list[TokenId] = []
+    num_top_logprobs: Annotated[StrictInt, Field(ge=0, le=20)] = 0
+
+
+class Key(Strict):
+    """common.types.SamplingKey: where the random numbers come from."""
+
+    run_seed: KeyPart
+    trajectory_id: KeyPart
+    turn_idx: KeyPart
+
+
+class GenerateBody(Strict):
+    """One turn of a trajectory."""
+
+    call_id: Annotated[str, Field(min_length=8, max_length=64, pattern="^[A-Za-z0-9_-]+$")]
+    request_id: Annotated[str, Field(max_length=200)] = ""
+    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1)]
+    sampling: Sampling
+    key: Key
+    cache_namespace: Annotated[str, Field(max_length=200)] = ""
+
+
+class GenerateResponse(BaseModel):
+    """common.types.Completion; lists have one entry for each sampled token."""
+
+    request_id: str
+    token_ids: list[int]
+    behavior_logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: str
+    cached_prompt_tokens: int
+    top_logprobs: list[list[tuple[int, float]]]
+    error: str | None
+
+
+class EngineLoadReport(BaseModel):
+    running_requests: int
+    waiting_requests: int
+    used_cache_tokens: int
+    capacity_cache_tokens: int
+    weight_version: int
+    reclaimable_cache_tokens: int
+
+
+class LoadReport(BaseModel):
+    """common.serving.replica.ReplicaLoad."""
+
+    replica_id: str
+    weight_version: int | None
+    draining: bool
+    engine: EngineLoadReport
+
+
+class CountersReport(BaseModel):
+    """Sums since the replica started."""
+
+    num_steps: int
+    prefill_tokens: int
+    sampled_tokens: int
+    device_s: float
+
+
+class StatusReport(BaseModel):
+    """What the replica is, what it holds now, and what it has done."""
+
+    model: str
+    engine: str
+    vocab_size: int
+    max_slots: int
+    max_context_tokens: int
+    load: LoadReport
+    counters: CountersReport
+
+
+class StageBody(Strict):
+    """Which version to make ready (null: the newest), and from which store (null: the one in use)."""
+
+    version: Annotated[StrictInt, Field(ge=0, lt=2**53)] | None = None
+    store: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
+
+
+class StageResponse(BaseModel):
+    version: int
+    wire_bytes: int
+    staged_elements: int
+    seconds: dict[str, float]
+
+
+class VersionResponse(BaseModel):
+    version: int
+
+
+class DigestsResponse(BaseModel):
+    """xxh3-128 of the bits of every live tensor in the dtype that is published, by checkpoint name."""
+
+    digests: dict[str, str]
+
+
+class StepTimesResponse(BaseModel):
+    """[end on the monotonic clock in seconds, device seconds, tokens] of the newest steps, oldest first."""
+
+    steps: list[tuple[float, float, int]]
+
+
+class DrainedResponse(BaseModel):
+    draining: bool
+
+
+def router(front: Front) -> APIRouter:
+    routes = APIRouter()
+    repeatable: RepeatableCalls[Completion] = RepeatableCalls()
+
+    def answer(request: HttpRequest, work: Any) -> Answer:
+        identify(front, request, Interface.CONTROL)
+        return Answer(front.calls, work)
+
+    @routes.post("/rollout/v1/generate", response_model=GenerateResponse, responses=ROLLOUT_ERRORS)
+    async def generate(body: GenerateBody, request: HttpRequest) -> Response:
+        """Sample one turn to its end."""
+        client = identify(front, request, Interface.ROLLOUT)
+
+        async def work(outlet: Outlet) -> None:
+            front.check_prompt(body.prompt_token_ids, param="prompt_token_ids")
+            with front.concurrency.hold(client, 1):
+                completion = await repeatable.run(body.call_id, lambda: _generate(front, client, body))
+            await outlet.body(json.dumps(completion_to_wire(dataclasses.replace(completion, request_id=body.request_id))).encode())
+
+        return Answer(front.calls, work)
+
+    @routes.get("/control/v1/status", response_model=StatusReport, responses=CONTROL_ERRORS)
+    async def status(request: HttpRequest) -> dict[str, Any]:
+        """Never waits for the engine: as of its newest step."""
+        identify(front, request, Interface.CONTROL)
+        info = front.engine.info
+        return {
+            "model": front.model_name,
+            "engine": info.name,
+            "vocab_size": info.vocab_size,
+            "max_slots": info.max_slots,
+            "max_context_tokens": info.max_context_tokens,
+            "load": load_to_wire(front.engine.load),
+            "counters": vars(front.engine.counters),
+        }
+
+    @routes.post("/control/v1/stage", response_model=StageResponse, responses=STAGE_ERRORS)
+    async def stage(body: StageBody, request: HttpRequest) -> Response:
+        """Fetch, decode and verify a version beside the live weights. Repeating it costs nothing; serving goes on."""
+
+        async def work(outlet: Outlet) -> None:
+            report = await front.engine.stage(body.version, body.store)
+            await outlet.body(json.dumps(dataclasses.asdict(report)).encode())
+
+        return answer(request, work)
+
+    @routes.post("/control/v1/commit", response_model=VersionResponse, responses=STAGE_ERRORS)
+    async def commit(request: HttpRequest) -> Response:
+        """Serve the staged version from the next step on. Safe to repeat."""
+
+        async def work(outlet: Outlet) -> None:
+            await outlet.body(json.dumps({"version": await front.engine.commit()}).encode())
+
+        return answer(request, work)
+
+    @routes.get("/control/v1/digests", response_model=DigestsResponse, responses=CONTROL_ERRORS)
+    async def digests(request: HttpRequest) -> Response:
+        """What the live weights are, bit by bit. Reads all of them."""
+
+        async def work(outlet: Outlet) -> None:
+            await outlet.body(json.dumps({"digests": await front.engine.digests()}).encode())
+
+        return answer(request, work)
+
+    @routes.get("/control/v1/step_times", response_model=StepTimesResponse, responses=CONTROL_ERRORS)
+    async def step_times(request: HttpRequest) -> Response:
+        """When the newest steps ended, for measurements."""
+
+        async def work(outlet: Outlet) -> None:
+            await outlet.body(json.dumps({"steps": await front.engine.step_times()}).encode())
+
+        return answer(request, work)
+
+    @routes.post("/control/v1/drain", response_model=DrainedResponse, responses=CONTROL_ERRORS)
+    async def drain(request: HttpRequest) -> Response:
+        """Take no new completion and answer when those under way have ended. Safe to repeat."""
+
+        async def work(outlet: Outlet) -> None:
+            await front.engine.drain()
+            await outlet.body(json.dumps({"draining": front.engine.load.draining}).encode())
+
+        return answer(request, work)
+
+    @routes.post("/control/v1/resume", response_model=DrainedResponse, responses=CONTROL_ERRORS)
+    async def resume(request: HttpRequest) -> Response:
+        """Take completions again."""
+
+        async def work(outlet: Outlet) -> None:
+            await front.engine.resume()
+            await outlet.body(json.dumps({"draining": front.engine.load.draining}).encode())
+
+        return answer(request, work)
+
+    return routes
+
+
+async def _generate(front: Front, client: Client, body: GenerateBody) -> Completion:
+    sampling = body.sampling.model_dump() | {"stop_token_ids": tuple(body.sampling.stop_token_ids)}
+    request = Request(
+        request_id=body.request_id,
+        prompt_token_ids=tuple(body.prompt_token_ids),
+        sampling=SamplingParams(**sampling),
+        key=SamplingKey(**body.key.model_dump()),
+        cache_namespace=f"{client.cache_namespace}/{body.cache_namespace}",
+    )
+    metrics = front.metrics.call(Interface.ROLLOUT, num_prompt_tokens=len(request.prompt_token_ids))
+    completion: Completion | None = None
+    try:
+        completion = await front.engine.generate(request)
+    finally:
+        metrics.finish(
+            num_cached_tokens=completion.cached_prompt_tokens if completion else 0,
+            failed=completion is None,
+            num_tokens=len(completion.token_ids) if completion else 0,
+        )
+    return completion

@@ -1,0 +1,117 @@
+"""EngineProcess: the engine's process as the front sees it: started, connected to, and never left behind.
+
+The two share a socket pair and nothing else. The engine process ends when its end of the pair reads nothing more, so it outlives
+neither a front that stops nor one that is killed. What it writes to stderr is passed on, and its last lines are kept: they are what
+a client and the person at the terminal are told when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+from common.errors import EngineClosedError
+from common.serving.front.channel import Channel
+from common.serving.front.engine_client import EngineClient
+from scripts.entry import ROOT
+
+NUM_LAST_LINES = 30
+"""Of the engine's stderr: enough for the end of a traceback."""
+END_TIMEOUT_S = 20.0
+"""How long an engine may take to free its device before it is killed."""
+
+
+class EngineProcess:
+    """Use as `async with`; leaving it ends the process. `arguments` are those of scripts.serve."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        self._process: asyncio.subprocess.Process | None = None
+        self._client: EngineClient | None = None
+        self._copying: asyncio.Task[None] | None = None
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LAST_LINES)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def __aenter__(self) -> EngineProcess:
+        self._ours, theirs = socket.socketpair()
+        search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "scripts.serve",
+                *self._arguments,
+                f"--engine_fd={theirs.fileno()}",
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        self._copying = asyncio.create_task(self._copy_stderr())
+        return self
+
+    async def connect(self) -> EngineClient:
+        """Wait until the engine is ready, which for a large model takes as long as loading it.
+
+        Raises:
+            EngineClosedError: it failed first; the text is its own.
+        """
+        channel = await Channel.over(self._ours)
+        try:
+            self._client = await EngineClient.connect(channel)
+        except EngineClosedError as error:
+            await channel.close()
+            await self._end()
+            raise EngineClosedError(f"{error}: {self.explain()}") from error
+        return self._client
+
+    def explain(self) -> str:
+        """How the process ended, in its own words as far as there are any."""
+        assert self._process is not None
+        status = self._process.returncode
+        if status is None:
+            how = "closed its channel"
+        elif status < 0:
+            how = f"was ended by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        said = "\n".join(self._last_lines)
+        return f"the engine process {self._process.pid} {how}" + (f"; it last said:\n{said}" if said else "")
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._client is not None:
+            await self._client.close()
+        self._ours.close()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Wait for the process, which has lost its channel, to end by itself, or make it."""
+        assert self._process is not None
+        assert self._copying is not None
+        try:
+            await asyncio.wait_for(self._process.wait(), END_TIMEOUT_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        await self._copying
+
+    async def _copy_stderr(self) -> None:
+        assert self._process is not None
+        stderr = self._process.stderr
+        assert stderr is not None
+        async for line in stderr:
+            text = line.decode(errors="replace").rstrip()
+            self._last_lines.append(text)
+            print(text, file=sys.stderr, flush=True)
