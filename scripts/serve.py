@@ -12,13 +12,14 @@ ends it at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
@@ -60,6 +61,9 @@ _MAX_PROMPT = flags.DEFINE_integer("max_prompt_tokens", None, "Longest prompt; d
 _MAX_PER_CLIENT = flags.DEFINE_integer(
     "max_completions_per_client", Limits.max_completions_per_client, "Completions of one client at a time.", flag_values=_FLAGS
 )
+_STEP_TOKENS = flags.DEFINE_integer(
+    "tokens_per_step", 1, "Tokens of a sequence in one step of jetstream: more are faster and arrive in lumps.", flag_values=_FLAGS
+)
 _WARM_UP = flags.DEFINE_bool("warm_up", True, "Compile every step's program before the first call.", flag_values=_FLAGS)
 _ENGINE_FD = flags.DEFINE_integer("engine_fd", None, "For this command's own use.", flag_values=_FLAGS)
 
@@ -78,6 +82,7 @@ def resolve(config: Config) -> Config:
     """The configuration with what the flags say about model and backend."""
     config.model.checkpoint = _MODEL.value or config.model.checkpoint
     config.sampler.backend = _BACKEND.value or config.sampler.backend
+    config.sampler.tokens_per_sequence = _STEP_TOKENS.value
     validate(config)
     return config
 
@@ -128,14 +133,27 @@ async def serve(served: Served, tokens: Tokens, tls: ssl.SSLContext | None, list
         engine_run = asyncio.create_task(engine.run(process.explain))
         front = Front.make(engine, served.tokenizer, model_name=served.name, tokens=tokens, limits=limits)
         server = FrontServer(front, listener, tls=tls)
-        url = address_of(listener, tls=tls is not None)
-        stop_grpc: Callable[[], object] | None = None
-        report = {"url": url, "model": served.name, "pid": os.getpid(), "engine_pid": process.pid, "grpc_port": None}
-        print(f"Ready at {url}", flush=True)
-        if _READY_FILE.value:
-            write_ready_file(Path(_READY_FILE.value), report)
-        assert stop_grpc is None
-        return await server.run(engine_run)
+        async with contextlib.AsyncExitStack() as stack:
+            grpc_port = await start_grpc(front, stack) if _GRPC_PORT.value is not None else None
+            url = address_of(listener, tls=tls is not None)
+            report = {"url": url, "grpc_port": grpc_port, "model": served.name, "pid": os.getpid(), "engine_pid": process.pid}
+            print(f"Ready at {url}" + (f", gRPC on port {grpc_port}" if grpc_port else ""), flush=True)
+            if _READY_FILE.value:
+                write_ready_file(Path(_READY_FILE.value), report)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, server.stop)
+            return await server.run(engine_run)
+
+
+async def start_grpc(front: Front, stack: contextlib.AsyncExitStack) -> int:
+    """JetStream's service beside HTTP, until `stack` is left. Returns its port."""
+    from rose_jax.jetstream.grpc_service import GrpcServer
+
+    certificate, key = (Path(path.value) if path.value else None for path in (_CERTIFICATE, _KEY))
+    server = GrpcServer(front, host=_HOST.value, port=_GRPC_PORT.value or 0, certificate=certificate, key=key)
+    await server.start()
+    stack.push_async_callback(server.stop)
+    return server.port
 
 
 def write_ready_file(path: Path, report: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
 """FrontServer: runs the HTTP application on a socket until it is told to stop, or its engine is gone.
 
-The first SIGTERM or SIGINT lets what is under way finish and refuses what comes with 503; the second ends everything under way with
-an answer and stops. Connections cost little and have limits: a request must arrive in time, and a client that reads nothing is cut
+The first `stop` lets what is under way finish and refuses what comes with 503; the second ends everything under way with an answer.
+Connections cost little and have limits: a request must arrive in time, and a client that reads nothing is cut
 off, which gives its slot, cache and memory back.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import signal
 import socket
 import ssl
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ READ_TIMEOUT_S = 60.0
 """A client that takes nothing of what it asked for in this time is cut off."""
 KEEP_ALIVE_S = 75.0
 LAST_ANSWERS_S = 5.0
-"""After a second signal: time for the answers that end what is under way."""
+"""After a second `stop`: time for the answers that end what is under way."""
 GRACE_S = 2.0
 """Time for connections to take what was sent, once every call has its answer."""
 LISTEN_BACKLOG = 2048
@@ -127,28 +126,21 @@ class FrontServer:
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self, engine_run: asyncio.Task[str]) -> str | None:
-        """Serve until stopped by a signal (None), or until the engine is gone (its own words).
+        """Serve until stopped (None), or until the engine is gone (its own words).
 
         Args:
             engine_run: EngineClient.run under way.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        try:
-            await asyncio.wait({serving, engine_run}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-                return None
-            with contextlib.suppress(TimeoutError):  # every call has been given the error; clients may be slow to take it
-                await asyncio.wait_for(self._front.calls.drain(), LAST_ANSWERS_S)
-            self._server.should_exit = True
-            await serving
-            return engine_run.result()
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        await asyncio.wait({serving, engine_run}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+            return None
+        with contextlib.suppress(TimeoutError):  # every call has been given the error; clients may be slow to take it
+            await asyncio.wait_for(self._front.calls.drain(), LAST_ANSWERS_S)
+        self._server.should_exit = True
+        await serving
+        return engine_run.result()
 
     def stop(self) -> None:
         """The first time: drain, then end. The second time: end what is under way, then end."""
