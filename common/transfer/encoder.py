@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from common.transfer import delta, fingerprint
-from common.transfer.changes import Changes, estimate_density, find_changes, gather_run
+from common.transfer.changes import Changes, estimate_density, find_changes, gather_run, run_positions
 from common.transfer.shards import TensorLayout
 
 # Seconds on one core (numpy 2.4, AVX-512 server): they steer a choice, so a factor of two does not matter.
@@ -35,12 +35,20 @@ TRY_WHOLE_SHARE = 0.6
 @dataclasses.dataclass(frozen=True)
 class EncodedRun:
     """One run ready for its bucket. `changes` is None where no positions were made; `num_changed` counts every element of a run
-    that travels whole without having been compared."""
+    that travels whole without having been compared. Its flat positions are those of the array it was found in."""
 
     parts: delta.Parts
     fingerprint: int
     num_changed: int
     changes: Changes | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a run lies in memory: run `run_idx` of an array with the layout `tensor`, which may be a part of the whole tensor."""
+
+    tensor: TensorLayout
+    run_idx: int
 
 
 def encode_run(
@@ -50,38 +58,50 @@ def encode_run(
     new: Shaped[np.ndarray, "N"],
     old_fingerprint: int,
     link_gbit_s: float | None,
+    place: Place | None = None,
 ) -> EncodedRun | None:
-    """What changed in a run between two versions of its tensor, or None if nothing did. Parts may share the memory of `new`."""
-    density = estimate_density(tensor, run_idx, old, new)
+    """What changed in a run between two versions of its tensor, or None if nothing did. Parts may share the memory of `new`.
+
+    Args:
+        place: where the run lies in `old` and `new`; None: they are the whole tensor.
+    """
+    held = place or Place(tensor, run_idx)
+    density = estimate_density(held.tensor, held.run_idx, old, new)
     if link_gbit_s is not None and _plain_is_faster(density, old.itemsize, link_gbit_s):
-        return encode_whole_run(tensor, run_idx, new, None, link_gbit_s)
+        return encode_whole_run(tensor, run_idx, new, None, link_gbit_s, place)
     num_elements = sum(box.num_elements for box in tensor.run(run_idx))
     changes: Changes | None = None
     if density > DENSE_SHARE:
-        values = gather_run(tensor, run_idx, new)
-        parts, num_changed = delta.encode_dense_changes(gather_run(tensor, run_idx, old), values)
+        values = gather_run(held.tensor, held.run_idx, new)
+        parts, num_changed = delta.encode_dense_changes(gather_run(held.tensor, held.run_idx, old), values)
         print_ = fingerprint_run(tensor, run_idx, values)
     else:
-        changes = find_changes(tensor, run_idx, old, new)
+        changes = find_changes(held.tensor, held.run_idx, old, new)
         num_changed = len(changes.local)
-        change = fingerprint.of_change(changes.flat, changes.old, changes.new, tensor.row_elements)
-        print_ = fingerprint.add(old_fingerprint, change)
+        flat = changes.flat if place is None else run_positions(tensor, run_idx, changes.local)
+        print_ = fingerprint.add(old_fingerprint, fingerprint.of_change(flat, changes.old, changes.new, tensor.row_elements))
         parts = delta.encode_changes(changes.local, changes.old, changes.new, num_elements) if num_changed else []
     if num_changed == 0:
         return None
     size = sum(map(len, parts))
     if size > TRY_WHOLE_SHARE * num_elements * old.itemsize:
-        whole = encode_whole_run(tensor, run_idx, new, print_, None)
+        whole = encode_whole_run(tensor, run_idx, new, print_, None, place)
         if sum(map(len, whole.parts)) < size:
             return dataclasses.replace(whole, num_changed=num_changed)
     return EncodedRun(parts, print_, num_changed, changes)
 
 
 def encode_whole_run(
-    tensor: TensorLayout, run_idx: int, bits: Shaped[np.ndarray, "N"], known_fingerprint: int | None, link_gbit_s: float | None
+    tensor: TensorLayout,
+    run_idx: int,
+    bits: Shaped[np.ndarray, "N"],
+    known_fingerprint: int | None,
+    link_gbit_s: float | None,
+    place: Place | None = None,
 ) -> EncodedRun:
     """All values of a run, compressed where the link is slow enough to want it. Parts may share the memory of `bits`."""
-    values = gather_run(tensor, run_idx, bits)
+    held = place or Place(tensor, run_idx)
+    values = gather_run(held.tensor, held.run_idx, bits)
     if known_fingerprint is None:
         known_fingerprint = fingerprint_run(tensor, run_idx, values)
     compress = link_gbit_s is None or (1 - COMPRESSED_SHARE) * 8e-9 / link_gbit_s > COMPRESS_S_PER_BYTE

@@ -53,6 +53,7 @@ class Holding:
         self.layout, self.names = layout, names
         self._whole = np.zeros(layout.num_runs, bool)
         self._partly: dict[int, tuple[Box, ...]] = {}
+        self._owned = _owned_by_name(names, target)
         for tensor_idx, (tensor, name) in enumerate(zip(layout.tensors, names, strict=True)):
             if name is None:
                 continue
@@ -83,6 +84,10 @@ class Holding:
         """Numbers of the buckets that hold anything that is wanted."""
         return tuple(i for i, bucket in enumerate(self.layout.buckets) if self.wanted(bucket))
 
+    def still_fits(self, target: WeightTarget) -> bool:
+        """Whether the target owns what it did: an engine may have been loaded or sharded anew."""
+        return self._owned == _owned_by_name(self.names, target)
+
     def is_whole(self, run: int) -> bool:
         return bool(self._whole[run])
 
@@ -104,6 +109,10 @@ class Holding:
         flat = all_positions(tensor, run_idx)
         held = [strided(tensor.shape, box).to_local(flat)[0] for box in self._partly.get(run, ())]
         return np.unique(np.concatenate([np.zeros(0, np.int64), *held])).astype(np.uint32)
+
+
+def _owned_by_name(names: Sequence[str | None], target: WeightTarget) -> dict[str, tuple[Box, ...] | None]:
+    return {name: target.owned(name) for name in names if name is not None}
 
 
 def _owned(tensor: TensorLayout, target: WeightTarget) -> tuple[Box, ...] | None:

@@ -96,6 +96,10 @@ def bucket_name(bucket_idx: int) -> str:
     return f"b{bucket_idx:05d}"
 
 
+def part_name(writer: int) -> str:
+    return f"p{writer:05d}"
+
+
 LAYOUT_NAME = "layout"
 MANIFEST_NAME = "manifest"
 
@@ -246,12 +250,17 @@ def check_bucket(content: memoryview) -> BucketSummary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The last word on an update. `fingerprints`: by tensor index, for each tensor of which anything travelled."""
+    """The last word on an update. `fingerprints`: by tensor index, for each tensor of which anything travelled.
+
+    One of several writers puts its own part first, as an object of its own: its buckets, and of each tensor the fingerprint of its
+    own runs. What receivers read is the sum of all parts, which has no `writer`.
+    """
 
     head: UpdateHead
     buckets: tuple[BucketSummary, ...]
     fingerprints: dict[int, int]
     changed_elements: int
+    writer: int | None = None
 
     @property
     def wire_bytes(self) -> int:
@@ -267,6 +276,7 @@ class Manifest:
                 "buckets": [[b.object_bytes, b.index_bytes, b.index_sha256] for b in self.buckets],
                 "fingerprints": {str(i): f"{value:016x}" for i, value in self.fingerprints.items()},
                 "changed_elements": self.changed_elements,
+                **({} if self.writer is None else {"writer": self.writer}),
             },
             separators=(",", ":"),
         ).encode()
@@ -277,8 +287,13 @@ def sign(body: bytes | memoryview, key: bytes) -> bytes:
     return hmac.new(key, body, hashlib.sha256).hexdigest().encode()
 
 
-def parse_manifest(payload: memoryview, key: bytes | None) -> Manifest:
-    """Raises AuthenticationError if a key is given and the signature does not fit, MalformedUpdateError for anything else."""
+def parse_manifest(payload: memoryview, key: bytes | None, *, writer: int | None = None) -> Manifest:
+    """The manifest of an update, or the part that `writer` put.
+
+    Raises:
+        AuthenticationError: a key is given and the signature does not fit.
+        MalformedUpdateError: anything else.
+    """
     body, _, signature = bytes(payload).partition(b"\n")
     if key is not None and not hmac.compare_digest(signature, sign(body, key)):
         raise AuthenticationError("the manifest is not signed with the key held here; compare the key files of both sides")
@@ -292,9 +307,13 @@ def parse_manifest(payload: memoryview, key: bytes | None) -> Manifest:
         _check_count("changed_elements", fields["changed_elements"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
         raise MalformedUpdateError(f"manifest: {type(e).__name__}: {e}") from None
-    if len(buckets) != head.num_buckets:
+    if fields.get("writer") != writer:
+        raise MalformedUpdateError(f"manifest of {head.key.path}: by writer {fields.get('writer')!r:.20}, expected {writer}")
+    if writer is None and len(buckets) != head.num_buckets:
         raise MalformedUpdateError(f"manifest of {head.key.path}: {len(buckets)} buckets, its head says {head.num_buckets}")
-    return Manifest(head=head, buckets=buckets, fingerprints=fingerprints, changed_elements=fields["changed_elements"])
+    return Manifest(
+        head=head, buckets=buckets, fingerprints=fingerprints, changed_elements=fields["changed_elements"], writer=writer
+    )
 
 
 def _parse_summary(row: object) -> BucketSummary:

@@ -289,5 +289,5 @@ def _step(size: int, unit: int, dense_bytes: int, min_bytes: int, max_bytes: int
         if step % pieces == 0:
             return step // pieces
     if unit < size:
-        return next(step // pieces for pieces in range(fewest, step + 1) if step % pieces == 0)
+        return next((step // pieces for pieces in range(fewest, step) if step % pieces == 0), 1)
     return max(step // fewest, 1)

@@ -181,10 +181,7 @@ class Subscriber:
         held = Held(staged.lineage, staged.version)
         if self._held == held and not self._in_doubt:
             return
-        if staged.base_version is not None and (self._in_doubt or self._held != Held(staged.lineage, staged.base_version)):
-            raise WrongBaseError(
-                f"version {staged.version} was staged over {staged.base_version}, not over {self._held}; stage again"
-            )
+        self.check_base(staged)
         if isinstance(self._target, SlicedTarget):
             yield from self._target.apply_in_slices(staged)
         else:
@@ -195,6 +192,13 @@ class Subscriber:
         self._fingerprints.update(staged.fingerprints)
         self._staged = None
         self._confirm(staged.version)
+
+    def check_base(self, staged: StagedUpdate) -> None:
+        """Raises WrongBaseError if an update was staged for other weights than those held now."""
+        if staged.base_version is not None and (self._in_doubt or self._held != Held(staged.lineage, staged.base_version)):
+            raise WrongBaseError(
+                f"version {staged.version} was staged over {staged.base_version}, not over {self._held}; stage again"
+            )
 
     def close(self) -> None:
         """Stop the threads. The weights stay as they are."""
@@ -240,7 +244,10 @@ class Subscriber:
     def _holding_of(self, head: UpdateHead) -> Holding:
         """What we hold of an update's layout, matched with our own parameters when the layout is new."""
         if self._holding is not None and self._holding.layout.digest == head.layout_digest:
-            return self._holding
+            if self._holding.still_fits(self._target):
+                return self._holding
+            self._holding, self._in_doubt = None, True
+            raise LayoutMismatchError(f"{head.key.path}: other boxes are owned here than before; stage again, from an anchor")
         if head.base_version is not None:
             raise LayoutMismatchError(f"{head.key.path} has a layout that no anchor announced here")
         layout = parse_layout(bytes(self._store.read(head.key, LAYOUT_NAME, length=MAX_LAYOUT_BYTES, timeout_s=self._timeout_s)))

@@ -22,7 +22,7 @@ RECEIVER_TTL_S = 600.0
 """A receiver that has confirmed nothing for this long no longer keeps old deltas alive."""
 MAX_ERROR_CHARS = 2000
 
-_OBJECT_NAME = re.compile(r"layout|manifest|b[0-9]{5,8}")
+_OBJECT_NAME = re.compile(r"layout|manifest|[bp][0-9]{5,8}")
 _HOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 Parts = Sequence[bytes | memoryview]
@@ -33,7 +33,7 @@ Arrived = Callable[[memoryview, int], None]
 def check_object_name(name: str) -> str:
     """The name, if it is one that an update may have: nothing that could leave its folder."""
     if not _OBJECT_NAME.fullmatch(name):
-        raise MalformedUpdateError(f"{name!r:.80} is not the name of an object: layout, manifest or b and five digits")
+        raise MalformedUpdateError(f"{name!r:.80} is not the name of an object: layout, manifest, or b or p and five digits")
     return name
 
 

@@ -15,14 +15,15 @@ from common.transfer.fetch import MAX_OVER_READ, ranges_of
 from common.transfer.holding import check_coverage
 from common.transfer.manifest import RunEntry, UpdateKey, UpdateKind
 from common.transfer.publisher import Publisher
+from common.transfer.rank_boxes import EMBEDDING, HEAD, ModelShape, Specs, ranks
 from common.transfer.rank_target import RankTarget
 from common.transfer.shards import build_layout
 from common.transfer.store.memory import MemoryStore
 from common.transfer.subscriber import Subscriber
 from tests.common.transfer.models import Weights, small_step
-from tests.common.transfer.ranks import EMBEDDING, HEAD, Shape, Specs, assert_holds_its_slices, ranks
+from tests.common.transfer.ranks import assert_holds_its_slices, target_of
 
-SMALL = Shape(num_layers=4, hidden=64, heads=16, kv_heads=8, head_dim=8, feed_forward=128, vocab=256, tied=True)
+SMALL = ModelShape(num_layers=4, hidden=64, heads=16, kv_heads=8, head_dim=8, feed_forward=128, vocab=256, tied=True)
 MAX_MEMBERS = 7
 fine_layout = functools.partial(build_layout, min_run_bytes=256)
 
@@ -35,14 +36,14 @@ def random_model(specs: Specs, seed: int) -> Weights:
 class Fleet:
     """The ranks of one replica, each with its own subscriber; of many only every so many-th, since each takes a while."""
 
-    def __init__(self, store: MemoryStore, shape: Shape, tensor: int, pipeline: int, key: bytes | None = None) -> None:
+    def __init__(self, store: MemoryStore, shape: ModelShape, tensor: int, pipeline: int, key: bytes | None = None) -> None:
         specs = shape.specs()
         everyone = ranks(shape, tensor, pipeline)
         everywhere = {name for rank in everyone for name in rank.names(specs)}
         self.members = everyone[:: -(-len(everyone) // MAX_MEMBERS)]
         self.arrays, self.subscribers = [], []
         for i, rank in enumerate(self.members):
-            target, arrays = rank.target(specs)
+            target, arrays = target_of(rank, specs)
             elsewhere = everywhere - set(arrays)
             self.arrays.append(arrays)
             self.subscribers.append(Subscriber(store, target, receiver_id=f"rank-{i}", skip_sources=elsewhere, key=key))
@@ -74,7 +75,7 @@ class Fleet:
 def test_every_rank_holds_its_slices_after_every_version(
     tensor: int, pipeline: int, tied: bool, keyed: bool, shares: list[float]
 ) -> None:
-    shape = Shape(num_layers=4, hidden=64, heads=16, kv_heads=8, head_dim=8, feed_forward=128, vocab=256, tied=tied)
+    shape = ModelShape(num_layers=4, hidden=64, heads=16, kv_heads=8, head_dim=8, feed_forward=128, vocab=256, tied=tied)
     key = b"k" * 16 if keyed else None
     store, model = MemoryStore(), random_model(shape.specs(), 0)
     publisher = Publisher(store, tied={HEAD: EMBEDDING} if tied else None, lay_out=fine_layout, anchor_interval=2, key=key)
