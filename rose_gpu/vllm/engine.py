@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,13 @@ from common.serving.rejection import why_never
 from common.transfer.staging import StagedUpdate
 from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm import planner
+from rose_gpu.vllm.core import describe_ended_workers, open_core, shut_down
 from rose_gpu.vllm.environment import prepare, remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
+from rose_gpu.vllm.requests import Decode, completes_stop_string, why_not_on_vllm
 from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, WorkerWeights
 
-Decode = Callable[[Sequence[int]], str]
-
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this, without a word where it counts."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,11 +60,11 @@ class VllmEngine:
     """
 
     def __init__(self, options: VllmOptions, *, version: int = 0, decode: Decode | None = None) -> None:
-        prepare(tensor_parallel=options.tensor_parallel)
+        prepare(tensor_parallel=options.tensor_parallel, kvcached=options.kvcached)
         self.options = options
         self._info = options.info()
         self._decode = decode
-        self._core, self.shared_memory = _engine_core(options)
+        self._core, self.shared_memory = open_core(options)
         self._scheduler = self._core.scheduler
         self.weights = WorkerWeights(self._core.collective_rpc, options.arriving_dtype, num_workers=options.tensor_parallel)
         self._version = version
@@ -249,7 +247,7 @@ class VllmEngine:
             self._ended.clear()
             self._live.clear()
             self._by_internal.clear()
-            _shut_down(self._core)
+            shut_down(self._core)
             remove_shared_memory(self.shared_memory)
 
     def _treat_stale_cache(self) -> None:
@@ -308,7 +306,7 @@ class VllmEngine:
                 flight.forward.result()  # raises what kept it from sampling
             outputs = self._scheduler.update_from_output(flight.scheduled, sampled)
         except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}{describe_ended_workers(self._core)}")
             return ()
         tokens = []
         for output in (output for client in outputs.values() for output in client.outputs):
@@ -407,50 +405,3 @@ class VllmEngine:
         self._check_open()
         assert self._in_flight is None, f"{action} with a step in flight; collect or drain first"
         assert not self._committing, f"{action} in the middle of a commit; exhaust or close its iterator first"
-
-
-_open_cores: list[Any] = []
-
-
-def _engine_core(options: VllmOptions) -> tuple[Any, str | None]:
-    """vLLM's engine core with our scheduler and sampler, and the name of its workers' shared memory."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor import Executor
-
-    config = EngineArgs(**options.engine_arguments()).create_engine_config()
-    core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    shared_memory = core.collective_rpc("install_rose", args=(options.arriving_dtype,))[0]
-    _open_cores.append(core)
-    return core, shared_memory
-
-
-def _shut_down(core: Any) -> None:
-    """Shut a core down; the process groups, which all cores of this process share, go with the last one."""
-    _open_cores.remove(core)
-    if _open_cores:
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
-    else:
-        core.shutdown()
-
-
-def why_not_on_vllm(request: Request, in_use: Container[str], *, can_decode: bool) -> str | None:
-    """The reason why this engine cannot run a request that others could, or None."""
-    params = request.sampling
-    if request.request_id in in_use:
-        return "the id is in use; ids must be unique"
-    if 0.0 < params.temperature < MIN_TEMPERATURE:
-        return f"temperature={params.temperature}: vLLM would take {MIN_TEMPERATURE}; use 0 (greedy) or at least that"
-    if params.stop_strings and not can_decode:
-        return "it has stop strings, but this engine was built without `decode`; pass stop_token_ids"
-    return None
-
-
-def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str], decode: Decode) -> bool:
-    """Whether the text holds a stop string that it did not hold before the newest token.
-
-    Looks at the newest tokens only: each of them is at least a byte, so that many hold the longest stop string.
-    """
-    window = len(token_ids[-1:]) + max(len(stop.encode()) for stop in stop_strings)
-    return any(stop in decode(token_ids[-window:]) for stop in stop_strings)

@@ -42,8 +42,11 @@ def installed_vllm() -> str | None:
     return "vllm (unknown build)"
 
 
-def prepare(*, tensor_parallel: int = 1) -> None:
+def prepare(*, tensor_parallel: int = 1, kvcached: bool = False) -> None:
     """Set the environment of this process and of the workers it will spawn; call before vLLM is imported.
+
+    Args:
+        kvcached: let the package of that name, where it is installed, patch vLLM at its import.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -56,6 +59,8 @@ def prepare(*, tensor_parallel: int = 1) -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ[IN_PLACE_VARIABLE] = "1"
+    if kvcached:
+        os.environ |= {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}
     # One core for each rank; vLLM's own choice ("auto") finds no room for two ranks on one NUMA node.
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[rank % len(cores)]) for rank in range(tensor_parallel)) if tensor_parallel > 1 else "nobind"

@@ -32,9 +32,9 @@ from common.transfer.bits import BITS_DTYPES
 from common.transfer.staging import StagedUpdate
 from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm.channel import Channel, ChannelClosedError
-from rose_gpu.vllm.engine import Decode, completes_stop_string, why_not_on_vllm
 from rose_gpu.vllm.environment import remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
+from rose_gpu.vllm.requests import Decode, completes_stop_string, why_not_on_vllm
 from rose_gpu.vllm.update_file import write_update
 from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, UPDATE_DIR, CommitError
 
@@ -62,6 +62,10 @@ class _Remote:
         self._lock = threading.Lock()
         self._send({"options": dataclasses.asdict(options), "version": version})
         self.hello, _ = self._receive()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def tell(self, method: str, **fields: Any) -> None:
         with self._lock:
@@ -154,6 +158,11 @@ class WorkerGroup:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs the engine."""
+        return self._remote.pid
 
     def load(self) -> EngineLoad:
         """With a step in flight: as it was before it, and what was added since."""

@@ -141,9 +141,9 @@ def main(fd: int) -> None:
     except Exception as error:
         channel.send({"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc(limit=-3)})
         return
-    specs = {name: [list(shape), dtype] for name, (shape, dtype) in engine.weights.specs().items()}
-    channel.send({"info": dataclasses.asdict(engine.info), "specs": specs, "shared_memory": engine.shared_memory})
     try:
+        specs = {name: [list(shape), dtype] for name, (shape, dtype) in engine.weights.specs().items()}
+        channel.send({"info": dataclasses.asdict(engine.info), "specs": specs, "shared_memory": engine.shared_memory})
         GroupServer(engine).serve(channel)
     except ChannelClosedError:
         pass  # the owner is gone: nobody is left to tell
