@@ -10,13 +10,12 @@ from common.config import Config
 
 def get_config() -> Config:
     config = Config()
-    config.num_versions = 80
+    config.num_versions = 60
     config.env.factory = "common.rollout.envs.household:HouseholdSuite"
     config.env.options.max_turns = 20
-    config.warmup.num_updates = 160
+    config.warmup.num_updates = 280
     config.warmup.random_action_share = 0.25
     config.warmup.batch_size = 24
     config.optim.lr = 5e-4
-    config.optim.schedule = "linear"
     config.eval.interval = 10
     return config
