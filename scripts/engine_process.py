@@ -24,6 +24,8 @@ from scripts.entry import ROOT
 
 NUM_LAST_LINES = 30
 """Of the engine's stderr: enough for the end of a traceback."""
+LAST_WORDS_S = 2.0
+"""Between the end of the channel and that of the process."""
 END_TIMEOUT_S = 20.0
 """How long an engine may take to free its device before it is killed."""
 
@@ -73,12 +75,15 @@ class EngineProcess:
         except EngineClosedError as error:
             await channel.close()
             await self._end()
-            raise EngineClosedError(f"{error}: {self.explain()}") from error
+            raise EngineClosedError(f"{error}: {await self.explain()}") from error
         return self._client
 
-    def explain(self) -> str:
-        """How the process ended, in its own words as far as there are any."""
+    async def explain(self) -> str:
+        """How the process ended, in its own words as far as there are any. Waits a moment for it to have ended."""
         assert self._process is not None
+        assert self._copying is not None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(self._process.wait(), asyncio.shield(self._copying)), LAST_WORDS_S)
         status = self._process.returncode
         if status is None:
             how = "closed its channel"
@@ -92,6 +97,8 @@ class EngineProcess:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._client is not None:
             await self._client.close()
+        elif self._process is not None and self._process.returncode is None:
+            self._process.terminate()  # it is still starting and would notice only when it is ready
         self._ours.close()
         await self._end()
 

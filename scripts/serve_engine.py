@@ -69,7 +69,7 @@ def run_engine(config: Config, *, replica_id: str, channel_fd: int, store: Store
 async def _serve(config: Config, replica_id: str, end: socket.socket, options: StoreOptions, warm_up: bool) -> None:
     channel = await Channel.over(end)
     try:
-        replica = _make_replica(config, replica_id, options)
+        replica = make_served_replica(config, replica_id, options)
         async with replica:
             if options.address is None:
                 await replica.stage()
@@ -92,7 +92,7 @@ async def _serve(config: Config, replica_id: str, end: socket.socket, options: S
         raise SystemExit(1) from error
 
 
-def _make_replica(config: Config, replica_id: str, options: StoreOptions) -> Any:
+def make_served_replica(config: Config, replica_id: str, options: StoreOptions) -> Any:
     """A replica without weights, and in its store what it is to serve, unless that is still to come.
 
     Raises:

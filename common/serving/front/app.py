@@ -92,7 +92,8 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
     param = where[0] if where else None
-    text = first["msg"] if param is None else f"'{'.'.join(where)}': {first['msg']}"
+    problem = first["msg"].removeprefix("Value error, ")
+    text = problem if param is None else f"'{'.'.join(where)}': {problem}"
     return ApiError(400, text, param=param, code="invalid_value")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from common.errors import EngineClosedError
@@ -77,8 +77,8 @@ class EngineClient:
     def counters(self) -> LoopCounters:
         return self._counters
 
-    async def run(self, explain: Callable[[], str] = lambda: "the engine process is gone") -> str:
-        """Take the engine's messages until it is gone; returns its own text, or what `explain` knows."""
+    async def run(self, explain: Callable[[], Awaitable[str]] | None = None) -> str:
+        """Take the engine's messages until it is gone; returns its own text, or what `explain` finds out."""
         text: str | None = None
         try:
             while True:
@@ -88,7 +88,7 @@ class EngineClient:
                 else:
                     self._take(message)
         except ChannelClosedError:
-            self.failure = text or explain()
+            self.failure = text or (await explain() if explain is not None else "the engine process is gone")
         error = EngineClosedError(self.failure)
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():

@@ -24,6 +24,7 @@ from common.serving.front.channel import Channel, ChannelClosedError, Message
 from common.serving.front.messages import completion_to_wire, load_to_wire, report_to_wire, request_from_wire, token_to_wire
 from common.serving.front.remote_errors import to_wire
 from common.serving.replica import LocalReplica
+from common.transfer.errors import UnreachableError
 from common.transfer.subscriber import Subscriber
 from common.transfer.target import WeightTarget
 
@@ -156,13 +157,18 @@ class EngineServer:
         async with self._staging:
             if store is None or store == self._store:
                 return report_to_wire(await self._replica.stage(version))
-            subscriber = self._subscribe(store)
+            try:
+                subscriber = self._subscribe(store)
+            except (ImportError, OSError) as error:  # a kind of address that needs a package, or one that cannot be
+                raise ValueError(f"store {store!r} cannot be used: {error}") from error
             before = await self._replica.follow(subscriber)
             try:
                 report = await self._replica.stage(version)
-            except BaseException:
+            except BaseException as error:
                 await self._replica.follow(before)  # a store that brings nothing is not kept
                 subscriber.close()
+                if isinstance(error, OSError):
+                    raise UnreachableError(f"store {store!r}: {error}") from error
                 raise
             before.close()
             self._store = store
@@ -175,7 +181,7 @@ class EngineServer:
         await self._replica.drain()
 
     async def _resume(self) -> None:
-        self._replica.resume()
+        await self._replica.resume()
 
     async def _recent_steps(self) -> list[tuple[float, float, int]]:
         return list(self._step_times)

@@ -71,6 +71,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(409, str(error), kind="conflict_error", code=type(error).__name__)
         case TransferError():
             return ApiError(424, str(error), kind="transfer_error", code=type(error).__name__)
+        case ValueError():  # by the house's rule, what was asked for was wrong
+            return ApiError(400, str(error))
         case EngineClosedError():
             return ApiError(503, f"the engine has failed: {error}", kind="server_error", code="engine_closed")
         case _:

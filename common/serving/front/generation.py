@@ -79,7 +79,7 @@ class Generation:
         for choice in self._choices:
             if choice.end is None and choice.request_id is not None:
                 self._engine.abort(choice.request_id)
-        self._metrics.finish(num_cached_tokens=self.num_cached_tokens, failed=error is not None)
+        self._metrics.finish(error, num_cached_tokens=self.num_cached_tokens)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """All choices' pieces as they come.

@@ -5,6 +5,7 @@ Histograms are of calls that ended well; a rollout's call has no first token of 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 
@@ -98,14 +99,15 @@ class CallMetrics:
         self._first_s = self._first_s or self._last_s
         self._num_tokens += 1
 
-    def finish(self, *, num_cached_tokens: int, failed: bool, num_tokens: int | None = None) -> None:
-        """The call has ended; `num_tokens` if they were not counted one by one."""
+    def finish(self, error: BaseException | None, *, num_cached_tokens: int, num_tokens: int | None = None) -> None:
+        """The call has ended, well or with an error; `num_tokens` if they were not counted one by one."""
         metrics, interface = self._metrics, self._interface
-        metrics.requests.labels(interface, "failed" if failed else "ok").inc()
+        left = isinstance(error, asyncio.CancelledError | GeneratorExit)  # the client has
+        metrics.requests.labels(interface, "ok" if error is None else "aborted" if left else "failed").inc()
         metrics.tokens.labels(interface, "prompt").inc(self._num_prompt_tokens)
         metrics.tokens.labels(interface, "cached_prompt").inc(num_cached_tokens)
         metrics.tokens.labels(interface, "completion").inc(self._num_tokens if num_tokens is None else num_tokens)
-        if failed:
+        if error is not None:
             return
         metrics.duration_s.labels(interface).observe(time.perf_counter() - self._started_s)
         if self._num_tokens:

@@ -53,6 +53,13 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer; with `stream`, events",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
 
 class Form(Protocol):
     """How pieces become the answers of one endpoint."""
@@ -83,7 +90,7 @@ class Call:
 def router(front: Front) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS)
+    @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS | STREAM)
     async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue prompts."""
         client = identify(front, request, Interface.ONLINE)
@@ -103,7 +110,7 @@ def router(front: Front) -> APIRouter:
 
         return Answer(front.calls, work)
 
-    @routes.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=ERRORS)
+    @routes.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=ERRORS | STREAM)
     async def chat_completions(body: ChatCompletionRequest, request: HttpRequest) -> Response:
         """Write the next message of a chat."""
         client = identify(front, request, Interface.ONLINE)

@@ -52,12 +52,14 @@ EXTENSIONS = frozenset({"top_k", "min_p", "ignore_eos", "stop_token_ids", "repet
 
 def _check_prompt(prompt: Any) -> Any:
     """A text, a list of texts, a list of token ids, or a list of such lists."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt:
-        if all(type(item) is int for item in prompt) or all(isinstance(item, str) for item in prompt):
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(parts, list) and parts:
+        if all(isinstance(part, str) for part in parts):
+            "".join(parts).encode()  # a ValueError for half a surrogate pair, which JSON lets through
             return prompt
-        if all(isinstance(item, list) and item and all(type(token_id) is int for token_id in item) for item in prompt):
+        if all(type(part) is int for part in parts):
+            return prompt
+        if all(isinstance(part, list) and part and all(type(token_id) is int for token_id in part) for part in parts):
             return prompt
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of lists of token ids, not empty")
 

@@ -265,13 +265,10 @@ async def _generate(front: Front, client: Client, body: GenerateBody) -> Complet
         cache_namespace=f"{client.cache_namespace}/{body.cache_namespace}",
     )
     metrics = front.metrics.call(Interface.ROLLOUT, num_prompt_tokens=len(request.prompt_token_ids))
-    completion: Completion | None = None
     try:
         completion = await front.engine.generate(request)
-    finally:
-        metrics.finish(
-            num_cached_tokens=completion.cached_prompt_tokens if completion else 0,
-            failed=completion is None,
-            num_tokens=len(completion.token_ids) if completion else 0,
-        )
+    except BaseException as error:
+        metrics.finish(error, num_cached_tokens=0)
+        raise
+    metrics.finish(None, num_cached_tokens=completion.cached_prompt_tokens, num_tokens=len(completion.token_ids))
     return completion
