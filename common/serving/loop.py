@@ -46,6 +46,8 @@ class EngineLoop(Generic[WeightsT]):
         """Called with every step's result, before its requests' callers go on: for callers that stream."""
         self._limits = StepLimits(max_tokens=max_step_tokens, tokens_per_sequence=tokens_per_sequence)
         self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._abandoned: dict[str, asyncio.Future[None]] = {}
+        """Requests whose callers were cancelled, until the engine reports their end."""
         self._actions: list[tuple[Callable[[], Awaitable[None]], asyncio.Future[Any]]] = []
         self._arrived = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -62,12 +64,14 @@ class EngineLoop(Generic[WeightsT]):
         self._fail_all(EngineClosedError("the engine loop was stopped with this request unfinished"))
 
     async def generate(self, request: Request) -> Completion:
-        """Run one request to its end. Cancelling the call aborts the request.
+        """Run one request to its end. Cancelling the call aborts the request; its id is then free for another call.
 
         Raises:
             RequestRejectedError: it can never run here.
             EngineClosedError: the loop stopped first, or the engine failed; the engine's own error is the cause.
         """
+        while request.request_id in self._abandoned:  # that end is not this call's
+            await asyncio.wait({self._abandoned[request.request_id]})
         self._check_running(f"request {request.request_id}")
         if request.request_id in self._futures:
             raise ValueError(f"request id {request.request_id!r} is already in flight; ids must be unique")
@@ -80,6 +84,7 @@ class EngineLoop(Generic[WeightsT]):
         except asyncio.CancelledError:
             if self._futures.pop(request.request_id, None) is not None:
                 self.engine.abort(request.request_id)
+                self._abandoned[request.request_id] = asyncio.get_running_loop().create_future()
                 self._arrived.set()
             raise
 
@@ -104,7 +109,8 @@ class EngineLoop(Generic[WeightsT]):
         async def act(asked: asyncio.Future[None]) -> None:
             with contextlib.closing(slices()) as pieces:  # type: ignore[type-var]
                 for _ in pieces:
-                    await asyncio.sleep(0)
+                    for _ in range(QUIET_PASSES + 2):  # another loop settles first and then takes its step
+                        await asyncio.sleep(0)
                     if asked.done():
                         return
 
@@ -184,13 +190,20 @@ class EngineLoop(Generic[WeightsT]):
         if self.on_step is not None:
             self.on_step(result)
         for completion in result.completions:
+            abandoned = self._abandoned.pop(completion.request_id, None)
+            if abandoned is not None:
+                abandoned.set_result(None)
+                continue
             future = self._futures.pop(completion.request_id, None)
             if future is not None and not future.done():
                 future.set_result(completion)
 
     def _fail_all(self, error: EngineClosedError) -> None:
         futures = [*self._futures.values(), *(future for _, future in self._actions)]
-        self._futures, self._actions = {}, []
+        abandoned = list(self._abandoned.values())
+        self._futures, self._actions, self._abandoned = {}, [], {}
+        for ended in abandoned:
+            ended.set_result(None)
         for future in futures:
             if not future.done():
                 future.set_exception(error)
