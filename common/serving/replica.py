@@ -102,12 +102,17 @@ class LocalReplica(Generic[WeightsT]):
         *,
         max_step_tokens: int,
         tokens_per_sequence: int = 1,
+        drive: Callable[..., EngineLoop[WeightsT]] = EngineLoop,
     ) -> None:
+        """
+        Args:
+            drive: makes the loop that drives the engine, from the arguments of EngineLoop.
+        """
         self._id = replica_id
         self._engine = engine
         self._subscriber = subscriber
         self._upstream = subscriber
-        self._loop = EngineLoop(engine, max_step_tokens=max_step_tokens, tokens_per_sequence=tokens_per_sequence)
+        self._loop = drive(engine, max_step_tokens=max_step_tokens, tokens_per_sequence=tokens_per_sequence)
         self._staged: StagedUpdate | None = None
         self._staging = asyncio.Lock()
         self._draining = False

@@ -1,0 +1,395 @@
+"""AdmissionController: decides, step by step, whether serving or the rollout model has the device, and for how long.
+
+A rollout step is admitted only if its predicted end leaves every live online request on schedule. The rules, each of which keeps a
+measured failure away (docs/coserving.md has the derivation):
+  1. While a live request waits for its first token, serving runs: TTFT slack is never spent.
+  2. No rollout step is predicted to take longer than a share of the shortest TTFT objective, also when serving is idle: whatever
+     arrives meanwhile waits for it.
+  3. A decoding request may be kept waiting until its next token is due: tokens are scheduled at `tpot_share` of the objective, and
+     early enough that the mean still meets it if every later step were the longest serving step there is.
+  4. A rollout step that would mostly pay fixed costs is not worth a delay; it waits until serving is idle.
+  5. Surprises and misses lower the level (caution.py): rollouts when idle only, then none.
+Deterministic: no thread, socket or clock. Invariant: exactly one decision for each Free and Planned, none for anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from common.serving.coserving.caution import Caution, CautionSettings
+from common.serving.coserving.events import (
+    Arrived,
+    Decision,
+    Do,
+    Ended,
+    Event,
+    Free,
+    Go,
+    Level,
+    Planned,
+    Reason,
+    Record,
+    Roll,
+    Serve,
+    Side,
+    StepDone,
+    Wait,
+    Work,
+    WorkDone,
+)
+from common.serving.coserving.objectives import Objective, Objectives
+from common.serving.coserving.step_time import StepFeatures, StepTimePredictor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    """See the module. Shares are of the objective named.
+
+    Args:
+        spend_slack: off: rollouts run only when serving is idle.
+        step_share: of the shortest TTFT objective, bounds a rollout step.
+        tpot_share: of the TPOT objective, at which tokens are scheduled while rollouts run.
+        max_tpot_rise: a token may be kept waiting for at most this many times the serving step that makes it; bounds how far the
+            median TPOT rises above that of serving alone.
+        max_fixed_share: of a rollout step's budget that fixed costs may take while serving waits.
+        max_step_tokens: of a rollout step, whatever its budget.
+        surprise_tolerance: a rollout step surprises when it takes so much longer than it was admitted for.
+        probe_after_s: idle time after which a smallest step is tried although none fits.
+        park_after_s: without rollout work, after which the model is parked.
+    """
+
+    spend_slack: bool = True
+    step_share: float = 0.25
+    tpot_share: float = 0.6
+    max_tpot_rise: float = 50.0
+    max_fixed_share: float = 0.35
+    max_step_tokens: int = 2048
+    surprise_tolerance: float = 0.15
+    probe_after_s: float = 2.0
+    park_after_s: float = 60.0
+    quantile: float = 0.99
+    caution: CautionSettings = dataclasses.field(default_factory=CautionSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("step_share", "tpot_share", "max_fixed_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in (0, 1]")
+        if self.max_tpot_rise < 1:
+            raise ValueError(f"max_tpot_rise={self.max_tpot_rise} must be at least 1: serving's own step takes that long")
+        if self.max_step_tokens < 1:
+            raise ValueError(f"max_step_tokens={self.max_step_tokens} must be at least 1")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class _Live:
+    """An online request; `borrowed_s` is the time that rollouts had the device since it arrived, and since its first token."""
+
+    request_id: str
+    objective: Objective
+    arrival_s: float
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    num_tokens: int = 0
+    borrowed_s: float = 0.0
+    borrowed_before_first_s: float = 0.0
+
+
+MAX_REPLANS = 3
+"""A rollout step is planned anew so often to fit its budget; then the turn is given up, since planning costs time as well."""
+WINDOW_SLICES = 16
+
+
+class AdmissionController:
+    """See the module and events.AdmissionPolicy.
+
+    Args:
+        longest_serving_step: features of the largest step that serving's limits allow.
+    """
+
+    def __init__(
+        self, objectives: Objectives, settings: AdmissionSettings | None = None, *, longest_serving_step: StepFeatures
+    ) -> None:
+        self.settings = settings or AdmissionSettings()
+        self.objectives = objectives
+        self.predictors = {side: StepTimePredictor(quantile=self.settings.quantile) for side in Side}
+        self.caution = Caution(self.settings.caution)
+        self.step_bound_s = self.settings.step_share * objectives.shortest_ttft_s
+        self._longest_serving_step = longest_serving_step
+        self._live: dict[str, _Live] = {}
+        self._waiting: set[str] = set()
+        self._last_side: Side | None = None
+        self._budget: Record | None = None
+        self._max_tokens = self._num_replans = 0
+        self._least_tokens = 1
+        self._last_rollout: StepFeatures | None = None
+        self._slices_s: list[float] = []
+        self._activate_s: float | None = None
+        self._idle_since_s: float | None = None
+        self._unused_since_s: float | None = None
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def on_event(self, event: Event, now_s: float) -> tuple[Decision, ...]:
+        match event:
+            case Free():
+                return (self._on_free(event, now_s),)
+            case Planned():
+                return (self._on_planned(event, now_s),)
+            case StepDone():
+                self._on_step(event, now_s)
+            case Arrived():
+                objective = self.objectives.of_request(event.model, event.request_class)
+                self._live[event.request_id] = _Live(request_id=event.request_id, objective=objective, arrival_s=event.arrival_s)
+                self._waiting.add(event.request_id)
+            case Ended():
+                self._on_end(event, now_s)
+            case WorkDone():
+                self._on_work(event)
+        return ()
+
+    # Deciding
+
+    def _on_free(self, event: Free, now_s: float) -> Decision:
+        level = self._level(now_s)
+        serving = event.serving
+        if serving is not None and serving.num_tokens == 0:  # only ends to report: costs nothing
+            return Serve(record=self._record(now_s, Reason.IDLE, level))
+        has_work = event.rollout_waits or event.commit_waits
+        self._unused_since_s = None if has_work else (now_s if self._unused_since_s is None else self._unused_since_s)
+        if serving is not None:
+            self._idle_since_s = None
+            reason = self._why_serve_now(event, has_work, level)
+            if reason is not None:
+                return Serve(record=self._record(now_s, reason, level))
+            return self._borrow(event, serving, now_s, level)
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        if not has_work:
+            return self._park_or_wait(event, now_s, level)
+        if level is Level.STOPPED:
+            return Wait(record=self._record(now_s, Reason.STOPPED, level), until_s=self.caution.until_s())
+        record = self._record(now_s, Reason.IDLE, level, budget_s=self.step_bound_s)
+        return self._admit(event, record)
+
+    def _level(self, now_s: float) -> Level:
+        level = self.caution.level(now_s)
+        return max(level, Level.IDLE_ONLY) if not self.settings.spend_slack else level
+
+    def _why_serve_now(self, event: Free, has_work: bool, level: Level) -> Reason | None:
+        """Why serving's step goes first whatever the slack, or None."""
+        if not has_work:
+            return Reason.NO_ROLLOUT
+        if self._waiting:
+            return Reason.WAITING_PROMPT
+        if level is not Level.OPEN:
+            return Reason.CAUTION if level is Level.IDLE_ONLY else Reason.STOPPED
+        if not all(predictor.ready for predictor in self.predictors.values()):
+            return Reason.NOT_CALIBRATED
+        return None
+
+    def _borrow(self, event: Free, serving: StepFeatures, now_s: float, level: Level) -> Decision:
+        """Spend the slack of decoding requests, if it is enough for a decent rollout step."""
+        predictor = self.predictors[Side.SERVING]
+        serving_s = predictor.bound_s(dataclasses.replace(serving, switched=True))
+        tightest, due_s = self._tightest(serving_s)
+        slack_s = due_s - now_s - serving_s
+        record = self._record(
+            now_s,
+            Reason.SLACK,
+            level,
+            budget_s=min(slack_s, self.step_bound_s),
+            slack_s=slack_s,
+            tightest_request=tightest,
+            serving_bound_s=serving_s,
+        )
+        assert record.budget_s is not None
+        fixed_s = self.predictors[Side.ROLLOUT].fixed_s
+        if record.budget_s <= 0 or (not event.commit_waits and fixed_s > self.settings.max_fixed_share * record.budget_s):
+            return Serve(record=dataclasses.replace(record, reason=Reason.NO_SLACK))
+        return self._admit(event, record)
+
+    def _tightest(self, serving_s: float) -> tuple[str | None, float]:
+        """The live request whose next token is due first, and when; all of them have their first token."""
+        longest_s = self.predictors[Side.SERVING].bound_s(self._longest_serving_step)
+        reserve_s = max(0.0, longest_s - serving_s)
+        share, most_s = self.settings.tpot_share, self.settings.max_tpot_rise * serving_s
+        tightest, first_due_s = None, math.inf
+        for live in self._live.values():
+            tpot_s, count = live.objective.tpot_s, live.num_tokens
+            assert live.first_token_s is not None
+            due_s = min(
+                live.last_token_s + min(share * tpot_s, most_s),
+                live.first_token_s + min(share * tpot_s * count, tpot_s * count - reserve_s),
+            )
+            if due_s < first_due_s:
+                tightest, first_due_s = live.request_id, due_s
+        return tightest, first_due_s
+
+    def _admit(self, event: Free, record: Record) -> Decision:
+        """Give the rollout model the device for at most `record.budget_s`: other work of its first, then a step."""
+        budget_s = record.budget_s
+        assert budget_s is not None
+        idle = event.serving is None
+        if event.parked:
+            if idle or (self._activate_s is not None and self._activate_s <= budget_s):
+                return Do(record=record, work=Work.ACTIVATE)
+            return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT))
+        if event.commit_waits:  # no rollout step may run before it is whole
+            slice_s = max(self._slices_s, default=math.inf)
+            if idle or slice_s <= budget_s:
+                return Do(record=dataclasses.replace(record, rollout_bound_s=slice_s if self._slices_s else None), work=Work.SLICE)
+            return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT))
+        self._budget, self._num_replans = record, 0
+        self._max_tokens = self._tokens_within(budget_s)
+        return Roll(record=record, max_tokens=self._max_tokens)
+
+    def _tokens_within(self, budget_s: float) -> int:
+        """About how many tokens a rollout step may hold, judging by the newest one; what is planned is checked afterwards."""
+        most, last, predictor = self.settings.max_step_tokens, self._last_rollout, self.predictors[Side.ROLLOUT]
+        if not predictor.ready:
+            return min(most, self._least_tokens)
+        if last is None:
+            return most
+        variable_s = predictor.bound_s(last) - predictor.margin * predictor.fixed_s
+        room_s = budget_s - predictor.margin * predictor.fixed_s
+        if variable_s <= 0 or room_s <= 0:
+            return most
+        return max(self._least_tokens, min(most, math.ceil(last.num_tokens * room_s / variable_s)))
+
+    def _on_planned(self, event: Planned, now_s: float) -> Decision:
+        record, features = self._budget, event.features
+        assert record is not None, "Planned without a Roll"
+        assert record.budget_s is not None
+        idle = record.slack_s is None
+        if features is None:
+            return self._on_empty_plan(record, now_s)
+        if features.num_tokens == 0:  # only ends to report
+            return Go(record=record)
+        predictor = self.predictors[Side.ROLLOUT]
+        if not predictor.ready:
+            return Go(record=dataclasses.replace(record, reason=Reason.NOT_CALIBRATED))
+        if self._last_side is Side.SERVING:
+            features = dataclasses.replace(features, switched=True)
+        bound_s = predictor.bound_s(features)
+        if bound_s <= record.budget_s:
+            return Go(record=dataclasses.replace(record, rollout_bound_s=bound_s))
+        can_shrink = min(features.num_tokens, self._max_tokens) > self._least_tokens
+        if self._num_replans < MAX_REPLANS and can_shrink:
+            self._num_replans += 1
+            fixed_s = predictor.margin * predictor.fixed_s
+            share = (record.budget_s - fixed_s) / max(1e-9, bound_s - fixed_s)
+            self._max_tokens = max(self._least_tokens, int(0.95 * features.num_tokens * max(0.0, min(1.0, share))))
+            return Roll(record=dataclasses.replace(record, rollout_bound_s=bound_s), max_tokens=self._max_tokens)
+        if idle and self._probes(now_s):
+            if can_shrink:
+                self._max_tokens = self._least_tokens
+                return Roll(record=record, max_tokens=self._max_tokens)
+            return Go(record=dataclasses.replace(record, reason=Reason.PROBE, rollout_bound_s=bound_s))
+        return self._give_up(dataclasses.replace(record, rollout_bound_s=bound_s), Reason.DOES_NOT_FIT, now_s)
+
+    def _on_empty_plan(self, record: Record, now_s: float) -> Decision:
+        """No step of so few tokens holds anything: remember that, and try larger ones."""
+        if self._max_tokens >= self.settings.max_step_tokens:
+            return self._give_up(record, Reason.NO_ROLLOUT, now_s)
+        self._max_tokens = self._least_tokens = min(self.settings.max_step_tokens, 2 * self._max_tokens)
+        return Roll(record=record, max_tokens=self._max_tokens)
+
+    def _give_up(self, record: Record, reason: Reason, now_s: float) -> Decision:
+        """The turn goes to serving, or to nobody."""
+        record = dataclasses.replace(record, reason=reason)
+        if record.slack_s is not None:
+            return Serve(record=record)
+        until_s = now_s + self.settings.probe_after_s if reason is Reason.DOES_NOT_FIT else None
+        return Wait(record=record, until_s=until_s)
+
+    def _probes(self, now_s: float) -> bool:
+        return self._idle_since_s is not None and now_s - self._idle_since_s >= self.settings.probe_after_s
+
+    def _park_or_wait(self, event: Free, now_s: float, level: Level) -> Decision:
+        record = self._record(now_s, Reason.NO_ROLLOUT, level)
+        if event.parked:
+            return Wait(record=record)
+        assert self._unused_since_s is not None
+        park_s = self._unused_since_s + self.settings.park_after_s
+        if now_s < park_s:
+            return Wait(record=record, until_s=park_s)
+        return Do(record=dataclasses.replace(record, reason=Reason.UNUSED), work=Work.PARK)
+
+    def _record(
+        self,
+        now_s: float,
+        reason: Reason,
+        level: Level,
+        *,
+        budget_s: float | None = None,
+        slack_s: float | None = None,
+        tightest_request: str | None = None,
+        serving_bound_s: float | None = None,
+    ) -> Record:
+        return Record(
+            now_s=now_s,
+            reason=reason,
+            level=level,
+            num_live=len(self._live),
+            num_waiting=len(self._waiting),
+            budget_s=budget_s,
+            slack_s=slack_s,
+            tightest_request=tightest_request,
+            serving_bound_s=serving_bound_s,
+        )
+
+    # Learning
+
+    def _on_step(self, event: StepDone, now_s: float) -> None:
+        side, features = event.side, event.features
+        if self._last_side is not None and self._last_side is not side:
+            features = dataclasses.replace(features, switched=True)
+        predictor = self.predictors[side]
+        if side is Side.ROLLOUT and features.num_tokens:
+            limit_s = predictor.bound_s(features) if predictor.ready else math.inf
+            surprised = event.duration_s > limit_s * (1 + self.settings.surprise_tolerance)
+            self.caution.on_step(surprised=surprised, now_s=now_s)
+            self._last_rollout = event.features
+            self._idle_since_s = now_s if self._idle_since_s is not None else None
+        predictor.observe(features, event.duration_s)
+        if features.num_tokens:
+            self._last_side = side
+        if side is Side.ROLLOUT:
+            self._lend(event.duration_s)
+            return
+        for request_id, num_tokens in event.tokens:
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            if live.first_token_s is None:
+                live.first_token_s, live.borrowed_before_first_s = now_s, live.borrowed_s
+                self._waiting.discard(request_id)
+            live.last_token_s = now_s
+            live.num_tokens += num_tokens
+
+    def _on_work(self, event: WorkDone) -> None:
+        self._lend(event.duration_s)
+        self._last_side = Side.ROLLOUT
+        if event.kind is Work.SLICE:
+            self._slices_s = [*self._slices_s[1 - WINDOW_SLICES :], event.duration_s]
+        elif event.kind is Work.ACTIVATE:
+            self._activate_s = event.duration_s
+
+    def _lend(self, duration_s: float) -> None:
+        for live in self._live.values():
+            live.borrowed_s += duration_s
+
+    def _on_end(self, event: Ended, now_s: float) -> None:
+        live = self._live.pop(event.request_id, None)
+        self._waiting.discard(event.request_id)
+        if live is None or live.first_token_s is None or not event.whole:
+            return
+        late_s = live.first_token_s - live.arrival_s - live.objective.ttft_s
+        slow_s = live.last_token_s - live.first_token_s - live.objective.tpot_s * (live.num_tokens - 1)
+        since_first_s = live.borrowed_s - live.borrowed_before_first_s
+        missed = late_s > 0 or slow_s > 0
+        blamed = 0 < late_s <= live.borrowed_before_first_s or 0 < slow_s <= since_first_s
+        self.caution.on_end(missed=missed, blamed=blamed, now_s=now_s)

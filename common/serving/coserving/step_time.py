@@ -1,0 +1,140 @@
+"""StepTimePredictor: how long a step will take, learnt from the steps before it.
+
+Recursive least squares (Haykin, Adaptive Filter Theory, chapter 10) on what a plan says of itself: a fixed cost, prefill tokens,
+decoded tokens, the context those look at, further rounds of a step in which sequences decode several tokens, and whether another
+engine had the device before. Errors are weighed relative to the duration, so that short steps count as much as long ones. A
+quantile of recent actual / predicted turns the expectation into a bound. Pure: no clock, no engine; it refuses to guess before it
+has seen MIN_STEPS. Invariant: a bound is never below the expectation, and neither is ever negative.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float64
+
+from common.serving.engine import StepPlan
+
+MIN_STEPS = 8
+"""Before that the weights are underdetermined: they fit what they saw and say nonsense about anything else."""
+WINDOW_STEPS = 256
+"""Recent steps that margin and stated error are taken from: long enough for a p99, short enough to follow the machine."""
+FORGETTING = 0.9995
+"""Weight of a step once the next has been seen; costs drift when the machine's clock does."""
+PRIOR = 1.0
+"""Initial variance of each weight (square seconds for its feature's typical size), far above any real one. It also caps what is
+forgotten: without new kinds of steps the weights would drift."""
+SMALLEST_S = 1e-5
+
+SCALES = np.array([1.0, 1e2, 1e1, 1e4, 1e1, 1.0])
+"""Typical size of each feature, so that all weights are seconds of comparable size."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepFeatures:
+    """What a step's duration depends on. `context_tokens` sums, over decoded tokens, the cached tokens each looks at."""
+
+    prefill_tokens: int
+    decode_tokens: int
+    context_tokens: int
+    rounds: int = 1
+    switched: bool = False
+
+    @classmethod
+    def of(cls, plan: StepPlan, *, switched: bool = False) -> StepFeatures:
+        decode_tokens = context_tokens = 0
+        rounds = 1
+        for entry in plan.decode:
+            decode_tokens += entry.num_tokens
+            context_tokens += entry.context_tokens * entry.num_tokens
+            rounds = max(rounds, entry.num_tokens)
+        return cls(
+            prefill_tokens=plan.prefill_tokens,
+            decode_tokens=decode_tokens,
+            context_tokens=context_tokens,
+            rounds=rounds,
+            switched=switched,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefill_tokens + self.decode_tokens
+
+    def vector(self) -> Float64[np.ndarray, "6"]:
+        values = (1.0, self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds - 1, self.switched)
+        return np.array(values) / SCALES
+
+
+class StepTimePredictor:
+    """See the module.
+
+    Args:
+        quantile: of recent actual / predicted; the bound holds for about this share of steps.
+    """
+
+    def __init__(self, *, quantile: float = 0.99) -> None:
+        if not 0.5 <= quantile < 1:
+            raise ValueError(f"quantile={quantile} must lie in [0.5, 1)")
+        self._quantile = quantile
+        self._weights = np.zeros(len(SCALES))
+        self._covariance = np.eye(len(SCALES)) * PRIOR
+        self._recent: collections.deque[float] = collections.deque()
+        self._ratios: list[float] = []  # the same, sorted
+        self._margin = 1.0
+        self.num_steps = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.num_steps >= MIN_STEPS
+
+    @property
+    def margin(self) -> float:
+        """What an expectation is multiplied with to bound the step."""
+        return self._margin
+
+    @property
+    def fixed_s(self) -> float:
+        """What a step costs before it holds any token, a switch included."""
+        return max(SMALLEST_S, float(self._weights[0] + max(0.0, self._weights[5])))
+
+    def error(self, quantile: float = 0.9) -> float:
+        """This quantile of |actual / predicted - 1| over recent steps: the stated error."""
+        if not self._recent:
+            return float("inf")
+        return float(np.quantile(np.abs(np.array(self._recent) - 1.0), quantile))
+
+    def expected_s(self, features: StepFeatures) -> float:
+        if features.num_tokens == 0:
+            return 0.0
+        return max(SMALLEST_S, float(self._weights @ features.vector()))
+
+    def bound_s(self, features: StepFeatures) -> float:
+        """What the step will not take longer than, most likely."""
+        return self.expected_s(features) * self._margin
+
+    def observe(self, features: StepFeatures, duration_s: float) -> None:
+        """Learn from a step; one without tokens teaches nothing."""
+        if features.num_tokens == 0 or duration_s <= 0:
+            return
+        if self.ready:
+            self._note(duration_s / self.expected_s(features))
+        scaled = features.vector() / duration_s
+        gain = self._covariance @ scaled
+        gain /= FORGETTING + float(scaled @ gain)
+        self._weights = self._weights + gain * (1.0 - float(self._weights @ scaled))
+        self._covariance = self._covariance - np.outer(gain, scaled @ self._covariance)
+        if float(np.trace(self._covariance)) < PRIOR * len(SCALES) * FORGETTING:
+            self._covariance /= FORGETTING
+        self.num_steps += 1
+
+    def _note(self, ratio: float) -> None:
+        self._recent.append(ratio)
+        bisect.insort(self._ratios, ratio)
+        if len(self._recent) > WINDOW_STEPS:
+            oldest = self._recent.popleft()
+            del self._ratios[bisect.bisect_left(self._ratios, oldest)]
+        place = min(len(self._ratios) - 1, int(self._quantile * len(self._ratios)))
+        self._margin = max(1.0, self._ratios[place])

@@ -1,0 +1,92 @@
+"""Step times: a linear cost is found, its noise is bounded, and nothing is guessed from too little."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from common.serving.coserving.step_time import MIN_STEPS, StepFeatures, StepTimePredictor
+from common.serving.engine import DecodeEntry, PrefillChunk, StepPlan
+
+
+def cost_s(features: StepFeatures) -> float:
+    return (
+        5.5e-3
+        + 0.14e-3 * features.prefill_tokens
+        + 0.15e-3 * features.decode_tokens
+        + 0.7e-6 * features.context_tokens
+        + 2e-3 * (features.rounds - 1)
+        + 0.4e-3 * features.switched
+    )
+
+
+def random_features(rng: np.random.Generator) -> StepFeatures:
+    decode = int(rng.integers(0, 64))
+    return StepFeatures(
+        prefill_tokens=int(rng.integers(0, 300)),
+        decode_tokens=decode,
+        context_tokens=decode * int(rng.integers(1, 900)),
+        rounds=int(rng.integers(1, 5)),
+        switched=bool(rng.integers(2)),
+    )
+
+
+def trained(noise: float, *, steps: int = 400, seed: int = 0) -> tuple[StepTimePredictor, np.random.Generator]:
+    rng, predictor = np.random.default_rng(seed), StepTimePredictor()
+    for _ in range(steps):
+        features = random_features(rng)
+        if features.num_tokens:
+            predictor.observe(features, cost_s(features) * float(np.exp(rng.normal(0, noise))))
+    return predictor, rng
+
+
+def test_an_exact_cost_is_found() -> None:
+    predictor, rng = trained(0.0)
+    for features in (random_features(rng) for _ in range(50)):
+        assert predictor.expected_s(features) == pytest.approx(cost_s(features), rel=0.01)
+
+
+def test_the_bound_holds_for_about_its_quantile_and_the_stated_error_is_the_noise() -> None:
+    predictor, rng = trained(0.05, steps=1500)
+    fresh = [features for features in (random_features(rng) for _ in range(1000)) if features.num_tokens]
+    above = np.mean([cost_s(f) * np.exp(rng.normal(0, 0.05)) > predictor.bound_s(f) for f in fresh])
+    assert above < 0.05
+    assert 0.05 < predictor.error(0.9) < 0.12
+
+
+def test_a_machine_that_slows_down_is_followed() -> None:
+    predictor, rng = trained(0.02, steps=600)
+    for _ in range(1500):
+        features = random_features(rng)
+        if features.num_tokens:
+            predictor.observe(features, 1.5 * cost_s(features))
+    features = random_features(rng)
+    assert predictor.bound_s(features) == pytest.approx(1.5 * cost_s(features), rel=0.1)
+
+
+def test_nothing_is_known_before_enough_steps_and_an_empty_step_takes_no_time() -> None:
+    predictor = StepTimePredictor()
+    empty = StepFeatures(prefill_tokens=0, decode_tokens=0, context_tokens=0)
+    for _ in range(MIN_STEPS - 1):
+        predictor.observe(StepFeatures(prefill_tokens=8, decode_tokens=0, context_tokens=0), 0.01)
+        predictor.observe(empty, 0.5)
+    assert not predictor.ready
+    assert predictor.expected_s(empty) == 0.0
+    assert predictor.error() == float("inf")
+
+
+def test_features_of_a_plan_count_every_decoded_token_and_its_context() -> None:
+    plan = StepPlan(
+        step_id=0,
+        prefill=(PrefillChunk(request_id="a", slot_idx=0, start=4, num_tokens=10),),
+        decode=(
+            DecodeEntry(request_id="b", slot_idx=1, context_tokens=100, num_tokens=3),
+            DecodeEntry(request_id="c", slot_idx=2, context_tokens=50),
+        ),
+    )
+    assert StepFeatures.of(plan) == StepFeatures(prefill_tokens=10, decode_tokens=4, context_tokens=350, rounds=3)
+
+
+def test_a_quantile_outside_its_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"quantile=1\.0"):
+        StepTimePredictor(quantile=1.0)
