@@ -86,7 +86,7 @@ class Replica(Protocol):
         """Take no new requests and wait until those in flight have ended. Idempotent."""
         ...
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Take requests again after `drain`."""
         ...
 
@@ -133,6 +133,10 @@ class LocalReplica(Generic[WeightsT]):
     def counters(self) -> LoopCounters:
         """Sums since the replica was made."""
         return self._loop.counters
+
+    @property
+    def counters_by_replica(self) -> dict[str, LoopCounters]:
+        return {self._id: self._loop.counters}
 
     async def __aenter__(self) -> LocalReplica[WeightsT]:
         await self._loop.__aenter__()
@@ -210,5 +214,5 @@ class LocalReplica(Generic[WeightsT]):
         self._draining = True
         await self._idle.wait()
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self._draining = False
