@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -21,18 +20,18 @@ from jax.sharding import Mesh
 from common.errors import EngineClosedError, RequestRejectedError
 from common.serving.engine import DecodeEntry, EngineInfo, EngineLoad, PrefillChunk, SampledToken, StepLimits, StepPlan, StepResult
 from common.serving.rejection import why_never
+from common.serving.stop_strings import Decode, completes_stop_string
 from common.types import Completion, FinishReason, Request
 from rose_jax.jetstream.compute import Drawn
 from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.runner import StepRunner, WarmUp
 from rose_jax.jetstream.scheduler import Scheduler
-from rose_jax.jetstream.sequence import Piece
-from rose_jax.jetstream.sequence import Sequence as LiveSequence
+from rose_jax.jetstream.sequence import Piece, Sequence
 from rose_jax.jetstream.step_inputs import NO_STEP, NO_TOKEN, PackedStep, SlotTable, StepInputs, pack, pack_units
 from rose_jax.models.qwen3_config import Qwen3Config
 
-Decode = Callable[[Sequence[int]], str]
-"""Text of token ids; only stop strings need it."""
+MIN_TEMPERATURE = 1e-5
+"""Below it the rounding of a tempered logit, some 1e-7 of it, may exceed what float32 can exponentiate."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,9 +81,9 @@ class JetStreamEngine:
         self._scheduler = Scheduler(config, version=version)
         self._table = SlotTable(config, vocab_size=model_config.vocab_size)
         self._decode = decode
-        self._live: dict[str, LiveSequence] = {}
+        self._live: dict[str, Sequence] = {}
         self._ended: list[Completion] = []
-        self._aborted: list[LiveSequence] = []
+        self._aborted: list[Sequence] = []
         self._num_added = 0
         self._num_steps = 0
         self._planned: tuple[JetStreamPlan, list[Piece], PackedStep] | None = None
@@ -125,7 +124,7 @@ class JetStreamEngine:
         problem = why_never(request, self._info) or self._why_not_here(request)
         if problem is not None:
             raise RequestRejectedError(f"request {request.request_id}: {problem}")
-        sequence = LiveSequence.start(request, arrival=self._num_added)
+        sequence = Sequence.start(request, arrival=self._num_added)
         self._num_added += 1
         self._live[request.request_id] = sequence
         self._scheduler.add(sequence)
@@ -245,8 +244,10 @@ class JetStreamEngine:
 
     def _why_not_here(self, request: Request) -> str | None:
         params = request.sampling
-        if request.request_id in self._live:
-            return "the id is in use; ids must be unique"
+        if request.request_id in self._live or any(end.request_id == request.request_id for end in self._ended):
+            return "the id is in use until its completion was collected; ids must be unique"
+        if 0.0 < params.temperature < MIN_TEMPERATURE:
+            return f"temperature={params.temperature}: logits divided by it overflow; use 0 (greedy) or at least {MIN_TEMPERATURE}"
         if params.num_top_logprobs > self.config.max_top_logprobs:
             return f"num_top_logprobs={params.num_top_logprobs} is above this engine's limit of {self.config.max_top_logprobs}"
         if params.stop_strings and self._decode is None:
@@ -272,29 +273,30 @@ class JetStreamEngine:
             self._recover(flight)
             return (), device_s
         streamed: list[SampledToken] = []
+        spoilt: list[Sequence] = []
         for idx, sequence in enumerate(step.sampling):
-            if not sequence.aborted:
-                self._take(sequence, tokens[idx], logprobs[idx], top[idx] if top else [], streamed)
+            if not sequence.aborted and not self._take(sequence, tokens[idx], logprobs[idx], top[idx] if top else [], streamed):
+                spoilt.append(sequence)
+        if spoilt:
+            self._purge(spoilt)
         return tuple(streamed), device_s
 
     def _take(
         self,
-        sequence: LiveSequence,
+        sequence: Sequence,
         token_ids: list[int],
         logprobs: list[float],
         top: list[tuple[int, float]],
         streamed: list[SampledToken],
-    ) -> None:
-        """Give a sequence what it drew in a step, and end it where that ends it."""
+    ) -> bool:
+        """Give a sequence what it drew in a step, and end it where that ends it. False at logits that are not finite."""
         request_id, version = sequence.request.request_id, self._scheduler.version
         for draw_idx, token_id in enumerate(token_ids):
             if token_id == NO_TOKEN:
-                return
+                break
             logprob = logprobs[draw_idx]
             if not math.isfinite(logprob):
-                problem = f"request {request_id}: the logits are not finite under weight version {version}"
-                self._end(sequence, FinishReason.ERROR, error=problem)
-                return
+                return False
             if draw_idx:
                 sequence.num_computed += 1  # the step fed the token before
             sequence.token_ids.append(token_id)
@@ -314,9 +316,10 @@ class JetStreamEngine:
                 )
             )
             if self._end_if_done(sequence):
-                return
+                break
+        return True
 
-    def _end_if_done(self, sequence: LiveSequence) -> bool:
+    def _end_if_done(self, sequence: Sequence) -> bool:
         params = sequence.request.sampling
         reason = error = None
         if sequence.token_ids[-1] in params.stop_token_ids:
@@ -334,7 +337,7 @@ class JetStreamEngine:
             self._end(sequence, reason, error=error)
         return reason is not None
 
-    def _end(self, sequence: LiveSequence, reason: FinishReason, *, error: str | None = None) -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, *, error: str | None = None) -> None:
         self._scheduler.remove(sequence)
         del self._live[sequence.request.request_id]
         self._ended.append(sequence.completion(reason, error=error))
@@ -348,12 +351,27 @@ class JetStreamEngine:
     def _recover(self, flight: _InFlight) -> None:
         """The device failed: the cache is lost. The step's requests end with the error, the others are computed again."""
         in_step = [chunk.request_id for chunk in flight.plan.prefill] + [entry.request_id for entry in flight.plan.decode]
-        self._runner.reset_caches(self._runner.num_chunks)
-        self._scheduler.drop_caches()
+        self._reset_caches()
         for request_id in in_step:
             sequence = self._live[request_id]
             if not sequence.aborted:
                 self._end(sequence, FinishReason.ERROR, error=f"request {request_id}: the device failed: {flight.error}")
+
+    def _purge(self, spoilt: list[Sequence]) -> None:
+        """Logits were not finite. Keys and values may not be either, and even masked ones spoil whoever gets their page: all go.
+
+        A sequence may have got them with its pages, from a request or a version that is gone, so each is computed again once.
+        """
+        self._reset_caches()
+        for sequence in spoilt:
+            if sequence.purged:
+                problem = f"the logits are not finite under weight version {self._scheduler.version}"
+                self._end(sequence, FinishReason.ERROR, error=f"request {sequence.request.request_id}: {problem}")
+            sequence.purged = True
+
+    def _reset_caches(self) -> None:
+        self._runner.reset_caches(self._runner.num_chunks)
+        self._scheduler.drop_caches()
 
     def _forget_plan(self) -> None:
         if self._planned is not None:
@@ -368,16 +386,6 @@ class JetStreamEngine:
     def _check_idle(self, action: str) -> None:
         self._check_open()
         assert self._in_flight is None, f"{action} with a step in flight; collect or drain first"
-
-
-def completes_stop_string(token_ids: Sequence[int], stop_strings: Sequence[str], decode: Decode) -> bool:
-    """Whether the text holds a stop string that it did not hold before the newest token.
-
-    Looks at the newest tokens only: each of them is at least a byte, so that many hold the longest stop string.
-    """
-    window = len(token_ids[-1:]) + max(len(stop.encode()) for stop in stop_strings)
-    text = decode(token_ids[-window:])
-    return any(stop in text for stop in stop_strings)
 
 
 def _top_pairs(drawn: Drawn, rows: list[int]) -> list[list[tuple[int, float]]]:

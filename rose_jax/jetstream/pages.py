@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Sequence
 
 Node = int | tuple[int | None, str]
-"""What a page's key hangs on: the number of the page before it, or for a first page its weight version and namespace."""
+"""What a page's key hangs on: the number of the page before it, or for a first page its tag and namespace."""
 
 
-def root_node(version: int | None, namespace: str) -> Node:
-    """Parent of first pages. Namespaces never meet; nor do versions under tagged caches (None: untagged)."""
-    return version, namespace
+def root_node(tag: int | None, namespace: str) -> Node:
+    """Parent of first pages. Namespaces never meet; nor do tags, one for each set of weights (None: untagged)."""
+    return tag, namespace
 
 
 class PagePool:

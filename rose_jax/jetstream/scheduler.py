@@ -48,6 +48,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self._free_slots = list(range(config.max_slots - 1, -1, -1))
+        self._num_commits = 0
         self._registered: list[_Registered] = []
         self._admitted: list[_Admitted] = []
         self._planned: set[int] = set()
@@ -158,6 +159,7 @@ class Scheduler:
         """New weights: treat cached state as config.stale_cache says."""
         self.undo()
         self.version = version
+        self._num_commits += 1
         if self.config.stale_cache is StaleCache.DROP:
             self.drop_caches()
         elif self.config.stale_cache is StaleCache.TAG:
@@ -227,7 +229,8 @@ class Scheduler:
     def _place(self, sequence: Sequence) -> bool:
         """Choose a chunk, share the prefix it knows, allocate the other pages of the context."""
         needed = self._pages_for(len(sequence.context))
-        tag = self.version if self.config.stale_cache is StaleCache.TAG else None
+        # Not by the version's number: after a resume other weights may come under one that was here before.
+        tag = self._num_commits if self.config.stale_cache is StaleCache.TAG else None
         max_shared = (len(sequence.context) - 1) // self.config.page_tokens if self.config.prefix_reuse else 0
         root = root_node(tag, sequence.request.cache_namespace)
         options = [(pool, *pool.match(root, sequence.context, max_pages=max_shared)) for pool in self.pools]

@@ -22,6 +22,7 @@ class Sequence:
 
     `node` is the prefix node of its first `num_registered` pages; None once its cache mixes weight versions and must not be shared.
     `has_options`: drawing for it takes more than a temperature. `runs_ahead`: it may draw several tokens in one step.
+    `purged`: it met logits that were not finite, and is computed again over a clean cache.
     """
 
     request: Request
@@ -33,6 +34,7 @@ class Sequence:
     slot_idx: int | None = None
     preempted: bool = False
     aborted: bool = False
+    purged: bool = False
     pool: PagePool | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0

@@ -81,6 +81,8 @@ class SlotTable:
             self._num_pages[slot_idx] = 0
             self.rows[slot_idx] = 0
             self.rows[slot_idx, KEY:ROW_PAGES] = sampling_columns(sequence.request, self._vocab_size)
+            # Padding is read too, though masked: from an own page, since one of another sequence may hold nan.
+            self.rows[slot_idx, ROW_PAGES:] = pages[0]
         known = self._num_pages[slot_idx]
         if known != len(pages):
             self.rows[slot_idx, ROW_PAGES + known : ROW_PAGES + len(pages)] = pages[known:]
@@ -96,7 +98,8 @@ def sampling_columns(request: Request, vocab_size: int) -> Int32[np.ndarray, "co
     columns[TEMPERATURE - KEY : TOP_K - KEY] = floats.view(np.int32)
     columns[TOP_K - KEY] = vocab_size if params.top_k is None else min(params.top_k, vocab_size)
     columns[NUM_TOP - KEY] = params.num_top_logprobs
-    stops = params.stop_token_ids if len(params.stop_token_ids) <= MAX_DEVICE_STOPS else ()
+    stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]  # no other is ever drawn
+    stops = stops if len(stops) <= MAX_DEVICE_STOPS else []
     columns[STOPS - KEY :] = NO_TOKEN
     columns[STOPS - KEY : STOPS - KEY + len(stops)] = stops
     return columns
@@ -118,18 +121,18 @@ def pack(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], num_chun
     """Lay the pieces out in the smallest buckets that hold them."""
     rows: list[list[Piece]] = [[] for _ in range(num_chunks)]
     prefills: list[list[Piece]] = [[] for _ in range(num_chunks)]
-    last_position = 0
+    context_tokens = 0
     for piece in pieces:
         sequence, start, end, _, max_draws = piece
         pool = sequence.pool
         assert pool is not None
         table.refresh(sequence)
-        last_position = max(last_position, end + max_draws - 1)
+        context_tokens = max(context_tokens, end + max(max_draws - 1, 0))
         if end - start > 1:
             prefills[pool.chunk_idx].append(piece)
         if end - start == 1 or max_draws:
             rows[pool.chunk_idx].append(piece)
-    num_pages = bucket(last_position, config.contexts) // config.page_tokens
+    num_pages = bucket(context_tokens, config.contexts) // config.page_tokens
     num_rows = bucket(max(map(len, rows)), config.rows)
     tile_counts = [sum(num_tiles(config, piece) for piece in chunk) for chunk in prefills]
     tiles_per_chunk = bucket(max(tile_counts), config.tiles) if any(tile_counts) else 0

@@ -203,6 +203,17 @@ def test_stale_cache_is_kept_dropped_or_hidden_as_declared(policy: StaleCache) -
     assert mixed.cached_prompt_tokens == (0 if policy is StaleCache.TAG else 24)
 
 
+def test_a_tag_names_the_weights_and_not_only_their_number() -> None:
+    engine = make_engine(dataclasses.replace(SMALL, stale_cache=StaleCache.TAG))
+    request = make_request("a", prompt(24), max_tokens=3)
+    serve(engine, [request])
+    engine.commit(params(1), version=0)
+    completion = serve(engine, [request])["a"]
+    assert completion.cached_prompt_tokens == 0
+    check_against_forward(request, completion, seed=1)
+    assert serve(engine, [request])["a"].cached_prompt_tokens == 16
+
+
 CHUNKED = JetStreamConfig(
     max_slots=4,
     max_context_tokens=MAX_CONTEXT,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.serving.engine import StaleCache
 from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.scheduler import Scheduler
 from rose_jax.jetstream.sequence import Piece, Sequence
@@ -25,7 +28,7 @@ CONFIG = JetStreamConfig(
 
 
 def check_plan(scheduler: Scheduler, pieces: list[Piece], max_tokens: int) -> None:
-    assert sum(piece.end - piece.start for piece in pieces) <= max_tokens
+    assert sum(piece.end - piece.start + max(piece.max_draws - 1, 0) for piece in pieces) <= max_tokens
     assert len({piece.sequence.slot_idx for piece in pieces}) == len(pieces)
     tiles = [0] * len(scheduler.pools)
     for piece in pieces:
@@ -33,22 +36,25 @@ def check_plan(scheduler: Scheduler, pieces: list[Piece], max_tokens: int) -> No
         assert sequence in scheduler.running
         assert piece.start == sequence.num_computed
         assert piece.end <= len(sequence.context)
-        assert len(sequence.pages) * CONFIG.page_tokens >= piece.end
+        assert len(sequence.pages) * CONFIG.page_tokens >= piece.end + max(piece.max_draws - 1, 0)
         assert sequence.pool is not None
         if not piece.decodes:
             tiles[sequence.pool.chunk_idx] += scheduler.num_tiles(piece.start, piece.end)
     assert max(tiles) <= CONFIG.max_prefill_tiles
     assert len(scheduler.running) <= CONFIG.max_slots
     assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.rank)
+    held = Counter((id(item.pool), page) for item in [*scheduler.running, *scheduler.waiting] for page in item.pages)
     for pool in scheduler.pools:
         pool.check()
+        assert pool._holders == [held.pop((id(pool), page), 0) for page in range(pool.num_pages)]
+    assert not held
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32))
-def test_everybody_finishes_and_no_page_is_lost(seed: int) -> None:
+@given(st.integers(0, 2**32), st.sampled_from(StaleCache))
+def test_everybody_finishes_and_no_page_is_lost(seed: int, stale_cache: StaleCache) -> None:
     rng = random.Random(seed)
-    scheduler = Scheduler(CONFIG, version=0)
+    scheduler = Scheduler(dataclasses.replace(CONFIG, stale_cache=stale_cache), version=0)
     upcoming = [
         Sequence.start(
             make_request(
@@ -75,8 +81,10 @@ def test_everybody_finishes_and_no_page_is_lost(seed: int) -> None:
                 scheduler.remove_chunk()
             else:
                 scheduler.add_chunk()
+        if rng.random() < 0.05:
+            scheduler.change_version(rng.randrange(3))
         max_tokens = rng.randrange(1, 20)
-        pieces = scheduler.plan(max_tokens)
+        pieces = scheduler.plan(max_tokens, rng.choice([1, 1, 3, 8]))
         check_plan(scheduler, pieces, max_tokens)
         if rng.random() < 0.2:
             continue  # the plan is not carried out
@@ -89,8 +97,10 @@ def test_everybody_finishes_and_no_page_is_lost(seed: int) -> None:
             if not piece.max_draws:
                 continue
             sequence = piece.sequence
-            sequence.token_ids.append(rng.randrange(2))
-            sequence.context.append(sequence.token_ids[-1])
+            for draw_idx in range(rng.randrange(piece.max_draws) + 1):  # it may stop early
+                sequence.num_computed += draw_idx > 0
+                sequence.token_ids.append(rng.randrange(2))
+                sequence.context.append(sequence.token_ids[-1])
             if len(sequence.token_ids) == sequence.request.sampling.max_tokens:
                 scheduler.remove(sequence)
                 live.remove(sequence)
