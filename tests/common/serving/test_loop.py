@@ -119,6 +119,39 @@ def test_cancelling_a_call_aborts_its_request_and_no_other() -> None:
     assert num_cancelled_tokens < 39
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_asked_for_again_after_a_cancelled_call_gets_an_answer_of_its_own(asynchronous: bool) -> None:
+    async def work() -> list[Completion]:
+        async with EngineLoop(RecordingEngine(asynchronous=asynchronous), max_step_tokens=32) as loop:
+            undisturbed = await loop.generate(request(0))
+            first = asyncio.ensure_future(loop.generate(request(0)))
+            while loop.counters.num_steps < 9:
+                await asyncio.sleep(0)
+            first.cancel()
+            await settled(first)
+            return [undisturbed, await loop.generate(request(0))]
+
+    undisturbed, again = run(work())
+    assert again == undisturbed
+    assert again.finish_reason is FinishReason.LENGTH
+
+
+def test_a_loop_that_stops_leaves_nobody_waiting_for_the_end_of_a_cancelled_call() -> None:
+    async def work() -> tuple[Completion | BaseException, ...]:
+        async with EngineLoop(RecordingEngine(), max_step_tokens=32) as loop:
+            first = asyncio.ensure_future(loop.generate(request(0, max_tokens=40)))
+            while loop.counters.num_steps < 3:
+                await asyncio.sleep(0)
+            first.cancel()
+            await settled(first)
+            second = asyncio.ensure_future(loop.generate(request(0)))
+            await asyncio.sleep(0)
+        return tuple(await settled(second))
+
+    (answer,) = run(work())
+    assert isinstance(answer, EngineClosedError)
+
+
 def test_a_call_that_is_cancelled_while_it_waits_for_a_slot_never_runs() -> None:
     engine = RecordingEngine(max_slots=1)
 
