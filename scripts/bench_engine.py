@@ -30,15 +30,17 @@ from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.engine_api import DriverConfig
 from rose_jax.models.qwen3 import create_model
 from rose_jax.models.qwen3_config import Qwen3Config
+from scripts import entry
 from scripts.bench_engine_parts import invariant_rows, online_rows, profile_rows, reuse_rows
 from scripts.serving_clients import Client, DriverClient, MissingLibraryError, OurLoop, VllmClient
 from scripts.serving_workload import ClosedLoop, Timing
 
-_OUT = flags.DEFINE_string("out", None, "JSON file for all rows.", required=True)
-_MODEL = flags.DEFINE_enum("model", "tiny", ["tiny", "small"], "0.15M or 5M parameters.")
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Alternated repeats of each row.", lower_bound=1)
-_STREAMS = flags.DEFINE_list("streams", ["1", "8", "32"], "Numbers of concurrent streams.")
-_PARTS = flags.DEFINE_list("parts", ["rows", "online", "reuse", "invariant", "profile"], "What to run.")
+_FLAGS = entry.flags_of(__name__)
+_OUT = flags.DEFINE_string("out", None, "JSON file for all rows.", required=True, flag_values=_FLAGS)
+_MODEL = flags.DEFINE_enum("model", "tiny", ["tiny", "small"], "0.15M or 5M parameters.", flag_values=_FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Alternated repeats of each row.", lower_bound=1, flag_values=_FLAGS)
+_STREAMS = flags.DEFINE_list("streams", ["1", "8", "32"], "Numbers of concurrent streams.", flag_values=_FLAGS)
+_PARTS = flags.DEFINE_list("parts", ["rows", "online", "reuse", "invariant", "profile"], "What to run.", flag_values=_FLAGS)
 
 VOCAB_SIZE = 128
 RUN_AHEAD_TOKENS = 8

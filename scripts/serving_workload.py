@@ -53,11 +53,6 @@ class ClosedLoop:
         self._turn_idx = [0] * streams
         self._context: list[list[int]] = [list(self._shared) for _ in range(streams)]
 
-    @property
-    def longest_context(self) -> int:
-        turns = self.turns if self._grow else 1
-        return len(self._shared) + turns * (len(self._new[0][0]) + self.max_tokens)
-
     def start(self) -> list[Prompt]:
         return [self._prompt(stream_idx) for stream_idx in range(self.streams)]
 
