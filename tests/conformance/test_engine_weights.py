@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import RoseError
+from common.serving.engine import StaleCache
 from tests.conformance.driver import Driver, make_request, prompt
 from tests.conformance.registry import EngineCase
 from tests.conformance.test_engine_batching import assert_same
@@ -74,3 +75,29 @@ def test_a_commit_keeps_waiting_and_preempted_requests(engine_case: EngineCase, 
     assert all(len(completion.token_ids) == 8 for completion in completions.values())
     assert set(completions["r6"].weight_versions) == {1}
     assert completions["r0"].weight_versions == (0,) * 3 + (1,) * 5
+
+
+def test_dropping_stale_caches_resets_the_requests_that_point_at_them(engine_case: EngineCase, driver: Driver) -> None:
+    """Paused and running requests alike: what they sample next is what a new engine samples after the same tokens."""
+    if engine_case.stale_cache is not StaleCache.DROP:
+        pytest.skip(f"stale_cache={engine_case.stale_cache.value}: requests keep their caches, as declared")
+    requests = [make_request(name, prompt(34, salt), max_tokens=10, temperature=0.0) for salt, name in enumerate(("runs", "waits"))]
+    driver.add(*requests)
+    driver.step_until_tokens("waits", 4)
+    driver.engine.preempt("waits", keep_cache=True)
+    commit(driver, engine_case, seed=1, version=1)
+    assert driver.engine.load().used_cache_tokens == 0
+    completions = dict(driver.run())
+    fresh = Driver(engine_case.make())
+    commit(fresh, engine_case, seed=1, version=1)
+    for request in requests:
+        completion = completions[request.request_id]
+        num_old = completion.weight_versions.count(0)
+        assert 0 < num_old < 10
+        begun = (*request.prompt_token_ids, *completion.token_ids[:num_old])
+        rest = fresh.run_alone(make_request("rest", begun, max_tokens=10 - num_old, temperature=0.0))
+        assert completion.token_ids[num_old:] == rest.token_ids
+        assert completion.behavior_logprobs[num_old:] == pytest.approx(
+            rest.behavior_logprobs, abs=max(engine_case.logprob_atol, 1e-9)
+        )
+    fresh.engine.close()
