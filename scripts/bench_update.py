@@ -4,7 +4,8 @@ A stream's gap is the time between two of its tokens. Ours comes through the tra
 thread while streams go on (`stage_gap`), then committed between two steps (`gap`), in one go or with a step of a second engine
 after each slice (`other_gap` is the longest gap there). vLLM's: reload_weights from a folder or from memory, and its checkpoint
 patches; what they need (files, arrays, changes in memory) is there before the clock starts; afterwards the engine is taken back.
-After every update all weights are compared bit for bit with the new version, in the end also with a fresh load.
+After the first and the last update of each way all weights are compared bit for bit with the new version, in the end also with a
+fresh load; in between, ours finds out a base that is not the right one.
 
     python -m scripts.bench_update --out=update.json [--quick] [--sizes=0.6M,100M] [--updates=20]
 
@@ -146,7 +147,7 @@ class Bench:
     """One size: the updated engine, another beside it, and the transfer layer between learner and engine."""
 
     def __init__(self, size: Size, folder: Path) -> None:
-        self.folder, self.size = folder, size
+        self.folder, self.size, self.compares = folder, size, True
         self.live = size.weights()
         store = MemoryStore()
         self.publisher, self.version = Publisher(store), -1
@@ -177,6 +178,8 @@ class Bench:
         self.publisher.publish(self.version, weights).result()
 
     def check(self, expected: Mapping[str, np.ndarray], way: str) -> None:
+        if not self.compares:
+            return
         wrong = [name for name, tensor in expected.items() if self.target.published(name).tobytes() != tensor.tobytes()]
         assert not wrong, f"after {way}, {wrong} are not the new version's"
 
@@ -230,10 +233,9 @@ class Bench:
 
     def timed_in_slices(self, slices: Iterator[None]) -> Measured:
         """The other engine steps between any two slices; its time is not the worker's, but part of our own streams' gap."""
-        self.other.steps(PLAIN_STEPS)
+        self.other.steps(2)
         self.own.step()
         spent_s, num_slices = 0.0, 0
-        self.other.step()
         first_gap = len(self.other.gaps)
 
         def act() -> None:
@@ -317,6 +319,7 @@ def rows_of(size_name: str, num_updates: int) -> list[dict[str, object]]:
         bench = Bench(SIZES[size_name], Path(folder))
         try:
             for round_idx in range(num_updates + 1):  # the first one warms up
+                bench.compares = round_idx in (0, num_updates)
                 for changed in CHANGED:
                     measured: dict[str, Measured] = {}
                     new, newer = (step_model(bench.live, changed, seed=2 * round_idx + idx) for idx in range(2))
