@@ -23,6 +23,8 @@ from common.transfer.subscriber import Subscriber
 from rose_gpu.vllm.engine import VllmEngine
 from rose_gpu.vllm.group import WorkerGroup
 from rose_gpu.vllm.options import VllmOptions
+from rose_gpu.vllm.rank_subscriber import RankSubscriber
+from rose_gpu.vllm.store_address import StoreAddress
 from rose_gpu.vllm.target import VllmWeightTarget
 
 MAX_STEP_TOKENS = 8192
@@ -34,9 +36,19 @@ class VllmReplica(LocalReplica[StagedUpdate]):
 
     Args:
         hf_config: the fields of the model's config.json.
+        ranks_store: where every rank fetches its own part, if `store` is one that other processes can reach; None: this process
+            fetches all of each version and hands it to the ranks.
     """
 
-    def __init__(self, replica_id: str, config: Config, hf_config: Mapping[str, Any], store: Store) -> None:
+    def __init__(
+        self,
+        replica_id: str,
+        config: Config,
+        hf_config: Mapping[str, Any],
+        store: Store,
+        *,
+        ranks_store: StoreAddress | None = None,
+    ) -> None:
         sampler = config.sampler
         with tempfile.TemporaryDirectory(prefix="rose_vllm_") as folder:
             dtype = config.model.compute_dtype
@@ -55,8 +67,17 @@ class VllmReplica(LocalReplica[StagedUpdate]):
             engine = WorkerGroup(options) if sampler.own_process or sampler.tensor_parallel > 1 else VllmEngine(options)
         self._vllm = engine
         self.target = VllmWeightTarget(engine)
-        subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
-        super().__init__(replica_id, engine, subscriber, max_step_tokens=sampler.max_step_tokens)
+        subscriber: Subscriber | RankSubscriber
+        if ranks_store is None:
+            subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
+        else:
+            subscriber = RankSubscriber(engine, ranks_store, receiver_id=replica_id)
+        super().__init__(
+            replica_id,
+            engine,
+            subscriber,  # type: ignore[arg-type]  # of either kind: what a replica calls is the same
+            max_step_tokens=sampler.max_step_tokens,
+        )
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)

@@ -146,10 +146,10 @@ class Publisher:
                     self._tied[name] = first
                     continue
             specs[name] = (tuple(array.shape), np.dtype(array.dtype).name)
-        options = {"owners": owners} if owners else {}
-        self._layout, self._owners, self._base_version = self._lay_out(specs, tied=self._tied, **options), owners, None
-        if self._layout.num_writers > self._writers.num_writers:
-            raise ValueError(f"{self._layout.num_writers} processes own boxes, but there are {self._writers.num_writers} writers")
+        layout = self._lay_out(specs, tied=self._tied, **({"owners": owners} if owners else {}))
+        if layout.num_writers > self._writers.num_writers:
+            raise ValueError(f"{layout.num_writers} processes own boxes, but there are {self._writers.num_writers} writers")
+        self._layout, self._owners, self._base_version = layout, owners, None
         self._parts = [parts_of(t, owners.get(t.name, ()), self._writers.writer) for t in self._layout.tensors]
         self._fingerprints = [np.zeros(tensor.num_runs, np.uint64) for tensor in self._layout.tensors]
         if self._deltas:

@@ -30,6 +30,8 @@ NUM_PARTS = 16
 """Tensor-parallel ranks that may want equal parts of an axis."""
 MIN_RUN_BYTES = 1 << 20
 """Below this the tables of the entropy coder (some 100 bytes a run) weigh more than 2 % at 99 % unchanged."""
+MIN_SPLIT_RUN_BYTES = 128 << 10
+"""The same where processes of the learner cut a tensor across its runs: ranks would else fetch several times what they own."""
 MAX_RUN_BYTES = 8 << 20
 """Above this a run's index arrays leave the cache, and a broken range costs too much to fetch again."""
 MAX_RUN_ELEMENTS = (1 << 32) - 1
@@ -261,6 +263,7 @@ def _on_grid(tensor: TensorLayout, axes: tuple[int, ...], owners: Owners, min_by
     for axis in joined:
         extent[axis] = shape[axis] // math.gcd(shape[axis], NUM_PARTS)
     part_bytes = tensor.dense_bytes // math.prod(shape[axis] // units[axis] for axis in split)
+    min_bytes = min(min_bytes, MIN_SPLIT_RUN_BYTES) if split else min_bytes
     if axes or owned_axes:
         extent[main] = _step(shape[main], units[main], part_bytes, min_bytes, max_bytes)
     order = (main, *split, *joined)

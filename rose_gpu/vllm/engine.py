@@ -35,7 +35,7 @@ from rose_gpu.vllm.core import describe_ended_workers, open_core, shut_down
 from rose_gpu.vllm.environment import prepare, remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
 from rose_gpu.vllm.requests import Decode, completes_stop_string, why_not_on_vllm
-from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, WorkerWeights
+from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, RankUpdate, WorkerWeights
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -203,12 +203,12 @@ class VllmEngine:
         self._check_open()
         return self.collect() if self._in_flight is not None or self._ended or self._aborted else None
 
-    def commit(self, weights: StagedUpdate, *, version: int) -> None:
+    def commit(self, weights: StagedUpdate | RankUpdate, *, version: int) -> None:
         for _ in self.commit_in_slices(weights, version=version):
             pass
 
     def commit_in_slices(
-        self, weights: StagedUpdate, *, version: int, max_slice_bytes: int = MAX_SLICE_BYTES, path: str | None = None
+        self, weights: StagedUpdate | RankUpdate, *, version: int, max_slice_bytes: int = MAX_SLICE_BYTES, path: str | None = None
     ) -> Iterator[None]:
         """Commit piece by piece: between two pieces other engines may use the device, this one may not.
 
@@ -221,7 +221,10 @@ class VllmEngine:
         self._forget_plan()
         self._committing = True
         try:
-            yield from self.weights.apply(weights, max_slice_bytes, path)
+            if isinstance(weights, RankUpdate):
+                yield from self.weights.commit_staged(weights, max_slice_bytes)
+            else:
+                yield from self.weights.apply(weights, max_slice_bytes, path)
         finally:
             self._committing = False
         self._version = version

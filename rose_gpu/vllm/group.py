@@ -36,7 +36,7 @@ from rose_gpu.vllm.environment import remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
 from rose_gpu.vllm.requests import Decode, completes_stop_string, why_not_on_vllm
 from rose_gpu.vllm.update_file import write_update
-from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, UPDATE_DIR, CommitError
+from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, UPDATE_DIR, CommitError, RankUpdate
 
 CLOSE_TIMEOUT_S = 20.0
 """How long the process may take to end before it is killed."""
@@ -123,6 +123,10 @@ class RemoteWeights:
     def read(self, name: str, positions: UInt64[np.ndarray, "n"]) -> Shaped[np.ndarray, "n"]:
         _, bits = self._remote.ask("read", positions.astype(np.uint64).tobytes(), name=name)
         return np.frombuffer(bits, self._dtype)
+
+    def call_ranks(self, method: str, *args: Any) -> list[Any]:
+        """See rose_gpu.vllm.rank_subscriber.Ranks."""
+        return self._remote.ask("ranks", call=method, args=args)[0]["answers"]
 
 
 @dataclasses.dataclass
@@ -217,19 +221,20 @@ class WorkerGroup:
         self._check_open()
         return self._collect(drain=True)
 
-    def commit(self, weights: StagedUpdate, *, version: int) -> None:
+    def commit(self, weights: StagedUpdate | RankUpdate, *, version: int) -> None:
         for _ in self.commit_in_slices(weights, version=version):
             pass
 
-    def commit_in_slices(self, weights: StagedUpdate, *, version: int, max_slice_bytes: int = MAX_SLICE_BYTES) -> Iterator[None]:
+    def commit_in_slices(
+        self, weights: StagedUpdate | RankUpdate, *, version: int, max_slice_bytes: int = MAX_SLICE_BYTES
+    ) -> Iterator[None]:
         """See VllmEngine.commit_in_slices."""
         self._check_idle("commit")
         self._committing = True
         finished = False
         try:
-            with tempfile.NamedTemporaryFile(dir=UPDATE_DIR if UPDATE_DIR.is_dir() else None, prefix="rose_update_") as file:
-                write_update(weights, Path(file.name))
-                answer, _ = self._remote.ask("commit_open", path=file.name, version=version, max_slice_bytes=max_slice_bytes)
+            with _as_fields(weights) as fields:
+                answer, _ = self._remote.ask("commit_open", version=version, max_slice_bytes=max_slice_bytes, **fields)
                 while not answer["done"]:
                     yield
                     answer, _ = self._remote.ask("commit_next")
@@ -316,6 +321,17 @@ class WorkerGroup:
         self._check_open()
         assert self._in_flight is None, f"{action} with a step in flight; collect or drain first"
         assert not self._committing, f"{action} in the middle of a commit; exhaust or close its iterator first"
+
+
+@contextlib.contextmanager
+def _as_fields(weights: StagedUpdate | RankUpdate) -> Iterator[dict[str, Any]]:
+    """An update as a command carries it: what the ranks have staged themselves by its numbers, anything else as a file."""
+    if isinstance(weights, RankUpdate):
+        yield {"staged": dataclasses.asdict(weights)}
+        return
+    with tempfile.NamedTemporaryFile(dir=UPDATE_DIR if UPDATE_DIR.is_dir() else None, prefix="rose_update_") as file:
+        write_update(weights, Path(file.name))
+        yield {"path": file.name}
 
 
 def _lost_completion(live: _Live, error: str) -> Completion:

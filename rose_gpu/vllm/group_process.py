@@ -21,11 +21,11 @@ import numpy as np
 from common import check_installation
 from common.serving.engine import StaleCache, StepLimits
 from common.serving.wire import decode_plan, decode_request, encode_completion, encode_plan, encode_result
-from common.transfer.staging import StagedUpdate
 from rose_gpu.vllm.channel import Channel, ChannelClosedError
 from rose_gpu.vllm.engine import VllmEngine
 from rose_gpu.vllm.options import VllmOptions
 from rose_gpu.vllm.update_file import read_update
+from rose_gpu.vllm.worker_weights import RankUpdate
 
 Answer = dict[str, Any]
 
@@ -47,6 +47,7 @@ class GroupServer:
             "collect": self._collect,
             "stop": self._stop,
             "read": self._read,
+            "ranks": lambda fields, payload: ({"answers": engine.weights.call_ranks(fields["call"], *fields["args"])}, b""),
             "commit_open": self._commit_open,
             "commit_next": self._commit_next,
             "commit_close": self._commit_close,
@@ -104,9 +105,10 @@ class GroupServer:
 
     def _commit_open(self, fields: dict[str, Any], payload: memoryview) -> tuple[Answer, bytes]:
         assert self._commit is None, "a commit is under way"
-        update: StagedUpdate = read_update(Path(fields["path"]))
+        path = fields.get("path")
+        update = RankUpdate(**fields["staged"]) if path is None else read_update(Path(path))
         self._commit = self._engine.commit_in_slices(
-            update, version=fields["version"], max_slice_bytes=fields["max_slice_bytes"], path=fields["path"]
+            update, version=fields["version"], max_slice_bytes=fields["max_slice_bytes"], path=path
         )
         return self._commit_next(fields, payload)
 

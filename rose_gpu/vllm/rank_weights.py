@@ -38,16 +38,26 @@ class RankWeights:
     """
 
     def __init__(self, model: torch.nn.Module, arriving_dtype: str) -> None:
+        self._model = model
         self._dtype: torch.dtype = getattr(torch, arriving_dtype)
         self._dtype_name = arriving_dtype
         self._parts: dict[str, list[Part]] = {}
-        for part in find_parts(model):
-            self._parts.setdefault(part.tensor, []).append(part)
         self._displaced: list[_Displaced] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the model again: a reload may have put its parameters elsewhere."""
+        self._parts = {}
+        for part in find_parts(self._model):
+            self._parts.setdefault(part.tensor, []).append(part)
 
     def specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape of the whole tensor and published dtype, by checkpoint name."""
         return {name: (parts[0].shape, self._dtype_name) for name, parts in self._parts.items()}
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """The boxes of a checkpoint tensor that this rank holds."""
+        return tuple(Box(part.start, part.extent) for part in self._parts[name])
 
     def is_replicated(self, name: str) -> bool:
         return all(part.replicated for part in self._parts[name])

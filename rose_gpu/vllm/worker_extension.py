@@ -8,8 +8,6 @@ failure as text and never raise, since one rank's exception would leave the othe
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,14 @@ import numpy as np
 from common.transfer.bits import BITS_DTYPES
 from common.transfer.staging import StagedUpdate
 from rose_gpu.vllm.plugin import keep_weights_in_place
+from rose_gpu.vllm.rank_methods import RankMethods, text_of_failure
 from rose_gpu.vllm.rank_weights import RankWeights
 from rose_gpu.vllm.update_file import read_update
 
 keep_weights_in_place()
 
 
-class RoseWorkerExtension:
+class RoseWorkerExtension(RankMethods):
     """Methods of each worker; the attributes named below are the worker's own."""
 
     rank: int
@@ -56,7 +55,7 @@ class RoseWorkerExtension:
         def open_it() -> None:
             self.rose_update = read_update(Path(update)) if isinstance(update, str) else update
 
-        return _text_of_failure(open_it)
+        return text_of_failure(open_it)
 
     def write_runs(self, runs: list[int]) -> str | None:
         def write() -> None:
@@ -64,7 +63,7 @@ class RoseWorkerExtension:
             for run in runs:
                 self.rose_weights.write(self.rose_update.runs[run])
 
-        return _text_of_failure(write)
+        return text_of_failure(write)
 
     def finish_update(self) -> None:
         self.rose_weights.finish()
@@ -73,11 +72,3 @@ class RoseWorkerExtension:
     def roll_back_update(self) -> None:
         self.rose_weights.rollback()
         self.rose_update = None
-
-
-def _text_of_failure(action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error} [{traceback.format_exc(limit=-1).splitlines()[-3].strip()}]"
-    return None

@@ -6,6 +6,7 @@ writes its own part, slice by slice; if any of them fails, all of them restore w
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,17 @@ MAX_SLICE_BYTES = 1 << 20
 """Of values and positions that a slice of a commit writes: some milliseconds, less than other engines' steps take."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankUpdate:
+    """A version that every rank has staged for itself. Sums over the ranks; seconds are those of the slowest."""
+
+    lineage: str
+    version: int
+    wire_bytes: int
+    staged_elements: int
+    seconds: dict[str, float]
+
+
 class CommitError(RoseError):
     """A worker could not write an update; all workers have the old weights back. The text is the worker's own."""
 
@@ -38,7 +50,7 @@ class WorkerWeights:
 
     def __init__(self, rpc: Rpc, arriving_dtype: str, *, num_workers: int = 1) -> None:
         self._rpc, self._dtype, self._num_workers = rpc, BITS_DTYPES[arriving_dtype], num_workers
-        self._specs: Mapping[str, tuple[tuple[int, ...], str]] = rpc("weight_specs")[0]
+        self._specs: Mapping[str, tuple[tuple[int, ...], str]] = {k: v for specs in rpc("weight_specs") for k, v in specs.items()}
 
     def specs(self) -> Mapping[str, tuple[tuple[int, ...], str]]:
         return self._specs
@@ -53,6 +65,28 @@ class WorkerWeights:
             num_found += len(found)
         assert num_found >= len(positions), f"{name}: the workers hold {num_found} of {len(positions)} positions"
         return bits
+
+    def call_ranks(self, method: str, *args: Any) -> list[Any]:
+        """See rose_gpu.vllm.rank_subscriber.Ranks."""
+        return self._rpc(method, args=args)
+
+    def commit_staged(self, update: RankUpdate, max_slice_bytes: int) -> Iterator[None]:
+        """Write on every rank what it has staged, in slices, yielding between them; see `apply`."""
+        finished = False
+        try:
+            while True:
+                answers = self._rpc("write_staged", args=(update.version, max_slice_bytes))
+                failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+                if failures:
+                    raise CommitError(f"writing version {update.version} failed, the old weights are whole: {failures}")
+                if all(written for written, _ in answers):
+                    break
+                yield
+            self._rpc("finish_staged", args=(update.version,))
+            finished = True
+        finally:
+            if not finished:
+                self._rpc("roll_back_staged")
 
     def apply(self, update: StagedUpdate, max_slice_bytes: int, path: str | None = None) -> Iterator[None]:
         """Write an update in slices, yielding between them. Raising, or being closed before the end, leaves the old weights whole.
