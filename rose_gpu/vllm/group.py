@@ -60,8 +60,13 @@ class _Remote:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         self._channel = Channel(ours)
         self._lock = threading.Lock()
-        self._send({"options": dataclasses.asdict(options), "version": version})
-        self.hello, _ = self._receive()
+        self.hello: dict[str, Any] = {}
+        try:
+            self._send({"options": dataclasses.asdict(options), "version": version})
+            self.hello, _ = self._receive()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
