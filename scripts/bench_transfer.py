@@ -1,12 +1,13 @@
 """Weight transfer in figures: how small, how fast, and how long until a replica has committed a version.
 
-    python -m scripts.bench_transfer --out=F.json [--quick] [--only=sizes,real,speed,blocking,sync]
+    python -m scripts.bench_transfer --out=F.json [--quick] [--only=sizes,real,speed,blocking,sync,cluster]
 
 writes {"sizes", "real", "speed", "blocking", "sync"}. sizes: percent of the dense size on the wire, everything counted (manifest
 and headers), beside the entropy bound; 100 MB of bfloat16, uniform positions, +-1 code. real: the same on updates of a 22 M
 parameter model. speed: GB of dense weights a second on one core. blocking: what the learner waits for. sync: from "learner step
-done" to "committed" over shaped links (see scripts/link.py) and loopback. Timings want a machine that does nothing else; --quick
-takes a tenth of the model and leaves out the 0.2 Gbit/s link.
+done" to "committed" over shaped links (see scripts/link.py) and loopback; then 1, 4 and 16 replicas of a 150 MB model behind one
+link of 0.2 Gbit/s, with and without relay and peers, beside what the cost model predicts (--only=cluster gives these rows alone).
+Timings want a machine that does nothing else; --quick takes a tenth of the model and leaves out the slow link and the 16 replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from common.transfer.manifest import BucketWriter, UpdateKey, UpdateKind
 from common.transfer.publisher import Publisher
 from common.transfer.shards import TensorLayout, build_layout
 from common.transfer.store.memory import MemoryStore
-from scripts import entry, transfer_baselines, transfer_data, transfer_sync
+from scripts import entry, transfer_baselines, transfer_cluster, transfer_data, transfer_sync
 from scripts.transfer_data import Weights
 
 _FLAGS = entry.flags_of(__name__)
@@ -222,7 +223,11 @@ def blocking() -> list[Row]:
 
 
 def sync() -> list[Row]:
-    return transfer_sync.measure(quick=_QUICK.value)
+    return transfer_sync.measure(quick=_QUICK.value) + cluster()
+
+
+def cluster() -> list[Row]:
+    return transfer_cluster.measure(quick=_QUICK.value)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -235,6 +240,7 @@ def main(argv: Sequence[str]) -> None:
         "speed": speed,
         "blocking": blocking,
         "sync": sync,
+        "cluster": cluster,
     }
     unknown = sorted(set(_ONLY.value) - set(parts))
     if unknown:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
+import time
 from pathlib import Path
 
 from absl import flags
 
-from common.transfer.cache import ObjectCache
+from common.transfer.cache import CacheStore, ObjectCache
 from common.transfer.peers import PeerRegistry
 from common.transfer.relay import RelayStore
 from common.transfer.secrets import client_tls, read_secret, server_tls
@@ -51,8 +51,11 @@ _FAN_OUT = flags.DEFINE_integer(
 _TIMEOUT_S = flags.DEFINE_float("timeout_s", 60.0, "How long upstream may be silent.", lower_bound=0.1, flag_values=_FLAGS)
 
 
-def upstream_store() -> Store:
-    where = _UPSTREAM.value
+SIGNAL_POLL_S = 0.5
+"""A signal that comes just before a wait without end would be lost."""
+
+
+def upstream_store(where: str) -> Store:
     if not where.startswith(("http://", "https://")):
         return DirectoryStore(where if "://" in where else Path(where))
     tls = None
@@ -64,7 +67,7 @@ def upstream_store() -> Store:
     return HttpStore(where, token=token, tls=tls, timeout_s=_TIMEOUT_S.value)
 
 
-def cache_store() -> Store:
+def cache_store() -> CacheStore:
     kind, _, name = _CACHE.value.partition(":")
     if kind == "shm":
         return SharedMemoryStore(name)
@@ -76,11 +79,11 @@ def main() -> None:
     if (_CERTIFICATE.value is None) != (_PRIVATE_KEY.value is None):
         raise ValueError("--certificate and --private_key go together")
     tls = None
-    if _CERTIFICATE.value is not None:
+    if _CERTIFICATE.value is not None and _PRIVATE_KEY.value is not None:
         client_ca = Path(_CLIENT_CA.value) if _CLIENT_CA.value else None
         tls = server_tls(Path(_CERTIFICATE.value), Path(_PRIVATE_KEY.value), client_ca=client_ca)
     token = read_secret(_TOKEN.value) if _TOKEN.value else None
-    relay = RelayStore(upstream_store(), ObjectCache(cache_store(), max_bytes=int(_MAX_GB.value * 1e9)))
+    relay = RelayStore(upstream_store(str(_UPSTREAM.value)), ObjectCache(cache_store(), max_bytes=int(_MAX_GB.value * 1e9)))
     on_peer = PeerRegistry(_FAN_OUT.value).on_peer if _FAN_OUT.value else None
     try:
         server = StoreServer(relay, host=_HOST.value, port=_PORT.value, token=token, tls=tls, read_only=True, on_peer=on_peer)
@@ -89,7 +92,7 @@ def main() -> None:
     print(json.dumps({"url": server.url, "upstream": _UPSTREAM.value, "cache": _CACHE.value}), flush=True)
     try:
         while True:
-            signal.pause()
+            time.sleep(SIGNAL_POLL_S)
     finally:
         server.close()
         relay.close()

@@ -167,7 +167,7 @@ class _PacedStore(MemoryStore):
         return content
 
 
-def _checksum(weights: Weights) -> int:
+def checksum_of(weights: Weights) -> int:
     digest = xxhash.xxh3_64()
     for array in weights.values():
         digest.update(flat_bits(array).data)
@@ -226,7 +226,7 @@ def _learner(
             encode_s = _publish_baseline(stores[argument], argument, version, weights, new)
         pipe.send({"started_at_s": started_at_s, "encode_s": encode_s})
         assert pipe.recv() == "committed"
-        pipe.send({"cpu_s": time.process_time() - started_cpu_s, "checksum": _checksum(new)})
+        pipe.send({"cpu_s": time.process_time() - started_cpu_s, "checksum": checksum_of(new)})
         if argument == OURS:
             weights = new
         else:
@@ -277,28 +277,28 @@ def _replica(pipe: Connection, namespace: str | None, token: Secret, shapes: dic
         except EOFError:
             return
         before = None if method == OURS else {name: array.copy() for name, array in arrays.items()}
-        started_bytes, started_cpu_s = _received_bytes(), time.process_time()
+        started_bytes, started_cpu_s = received_bytes(), time.process_time()
         pipe.send("waiting")
         if method in (OURS, FULL):
-            split, wire_bytes = _follow(ours if method == OURS else full)
+            split, wire_bytes = follow(ours if method == OURS else full)
         else:
             split, wire_bytes = _follow_baseline(stores[method], method, version, arrays)
         committed_at_s, cpu_s = time.monotonic(), time.process_time() - started_cpu_s
-        received = _received_bytes() - started_bytes
+        received = received_bytes() - started_bytes
         pipe.send(
             {
                 "committed_at_s": committed_at_s,
                 "cpu_s": cpu_s,
                 "split": split,
                 "bytes": received if namespace is not None else wire_bytes,
-                "checksum": _checksum(arrays),
+                "checksum": checksum_of(arrays),
             }
         )
         for name, array in (before or {}).items():  # only ours goes on from what it brought
             np.copyto(arrays[name], array)
 
 
-def _follow(subscriber: Subscriber) -> tuple[dict[str, float], int]:
+def follow(subscriber: Subscriber) -> tuple[dict[str, float], int]:
     """Wait for the next version, stage and commit it. Returns seconds by part and bytes of the update."""
     assert subscriber.poll(TIMEOUT_S) is not None
     started_s = time.perf_counter()
@@ -342,7 +342,7 @@ def _follow_baseline(store: Store, method: str, version: int, arrays: Weights) -
     return {"replica_commit_s": time.perf_counter() - staged_s}, wire_bytes
 
 
-def _received_bytes() -> int:
+def received_bytes() -> int:
     """Bytes that came over the shaped link, headers and all; 0 where there is none."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

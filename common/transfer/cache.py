@@ -2,17 +2,19 @@
 
 Only whole objects that add up come in: a bucket by the checksums of its own index and, once the manifest is here, by that; a layout
 by its digest; a manifest by its head (and its signature, with the key). What an earlier life or another relay left in the store is
-checked in the same way before its first use, and a length that changes later is noticed, so a torn or truncated file costs a fetch
-and never reaches a reader. Room is made by dropping the updates not read for longest. Refuses nothing: what cannot be kept (too
-large, no room on the disk) is simply not there the next time.
+checked in the same way before its first use, and a length that changes later is noticed: a torn or truncated file costs a fetch of
+that object and never reaches a reader. Room is made by dropping the updates not read for longest. Refuses nothing: what cannot be
+kept (too large, no room on the disk) is simply not there the next time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import threading
 from collections.abc import Collection
+from typing import Protocol
 
 from common.transfer.errors import ChecksumError, FarSideError, MalformedUpdateError, TransferError, VersionGoneError
 from common.transfer.layout_wire import parse_layout
@@ -46,10 +48,16 @@ class _Held:
     expected: dict[str, BucketSummary] = dataclasses.field(default_factory=dict)
 
 
+class CacheStore(Store, Protocol):
+    """A store that can forget single objects."""
+
+    def discard(self, key: UpdateKey, name: str) -> None: ...
+
+
 class ObjectCache:
     """See the module. Thread-safe. `store` belongs to the cache, or to several caches of the same updates."""
 
-    def __init__(self, store: Store, *, max_bytes: int, key: bytes | None = None) -> None:
+    def __init__(self, store: CacheStore, *, max_bytes: int, key: bytes | None = None) -> None:
         """
         Args:
             max_bytes: kept at most of what this cache put or found there; must hold the newest path to be of any use.
@@ -91,26 +99,26 @@ class ObjectCache:
             content = self._store.read(head.key, name, start=start, length=length, timeout_s=0.0)
         except (TransferError, OSError):
             return None
-        end = held.sizes[name] if length is None else min(start + length, held.sizes[name])
+        with self._lock:
+            size = held.sizes.get(name, 0)
+        end = size if length is None else min(start + length, size)
         if len(content) != max(end - start, 0):
-            log.warning("cache: %s/%s lost bytes; dropping the update", head.key.path, name)
-            self.drop(head.key)
+            self._discard(held, name, "it lost bytes")
             return None
         return content
 
     def _check_found(self, held: _Held, name: str) -> bool:
-        """Check an object that this life did not put here. A damaged one takes its update with it."""
+        """Check an object that this life did not put here, and forget it if it is damaged."""
         try:
             content = self._store.read(held.head.key, name, timeout_s=0.0)
             summary = self.check(held.head, name, content)
         except DAMAGED as e:
-            log.warning("cache: %s/%s is damaged (%s); dropping the update", held.head.key.path, name, e)
-            self.drop(held.head.key)
-            return False
-        if name == MANIFEST_NAME and self.drop_forged(held.head, content):
+            self._discard(held, name, str(e))
             return False
         with self._lock:
             self._note(held, name, content, summary)
+        if name == MANIFEST_NAME:
+            self.discard_forged(held.head, content)
         return True
 
     def check(self, head: UpdateHead, name: str, content: memoryview) -> BucketSummary | None:
@@ -132,16 +140,26 @@ class ObjectCache:
             raise ChecksumError(f"the bucket is {summary}, the manifest says {expected}")
         return summary
 
-    def drop_forged(self, head: UpdateHead, manifest: memoryview) -> list[str]:
-        """Names of kept buckets, each right by its own index, that the manifest does not confirm; their update is dropped."""
+    def discard_forged(self, head: UpdateHead, manifest: memoryview) -> list[str]:
+        """Forget the buckets, each right by its own index, that the manifest does not confirm. Returns their names."""
         said = _summaries(manifest, self._key)
         with self._lock:
             held = self._held.get(head.key)
-            found = [] if held is None or held.head != head else list(held.summaries.items())
-        forged = [name for name, summary in found if said.get(name) != summary]
-        if forged:
-            self.drop(head.key)
+            if held is None or held.head != head:
+                return []
+            forged = [name for name, summary in held.summaries.items() if said.get(name) != summary]
+        for name in forged:
+            self._discard(held, name, "the manifest does not confirm it")
         return forged
+
+    def confirms_index(self, head: UpdateHead, name: str, front: memoryview) -> bool:
+        """Whether the first bytes of a bucket may be right: False if a manifest kept here says that its index is another."""
+        with self._lock:
+            held = self._held.get(head.key)
+            said = held.expected.get(name) if held is not None and held.head == head else None
+        if said is None or len(front) < said.index_bytes:
+            return True
+        return hashlib.sha256(front[: said.index_bytes]).hexdigest() == said.index_sha256
 
     def keep(self, head: UpdateHead, name: str, content: memoryview, summary: BucketSummary | None) -> bool:
         """Put a checked object in. False if it could not be kept."""
@@ -163,7 +181,10 @@ class ObjectCache:
             held.head = head
             held.num_bytes += len(content)
             self._note(held, name, content, summary)
-        return True
+            forged = summary is not None and bool(held.expected) and held.expected.get(name) != summary
+        if forged:  # the manifest came between its check and now
+            self._discard(held, name, "the manifest does not confirm it")
+        return not forged
 
     def _put(self, head: UpdateHead, name: str, content: memoryview) -> None:
         for last in (False, True):
@@ -195,6 +216,16 @@ class ObjectCache:
             self._store.remove(key, force=True)
         except OSError as e:
             log.warning("cache: %s could not be removed: %s", key.path, e)
+
+    def _discard(self, held: _Held, name: str, why: str) -> None:
+        log.warning("cache: %s/%s is given up: %s", held.head.key.path, name, why)
+        with self._lock:
+            held.summaries.pop(name, None)
+            held.num_bytes = max(0, held.num_bytes - held.sizes.pop(name, 0))
+        try:
+            self._store.discard(held.head.key, name)
+        except OSError as e:
+            log.warning("cache: %s/%s could not be removed: %s", held.head.key.path, name, e)
 
     def _make_room(self, key: UpdateKey, num_bytes: int) -> None:
         """Drop other updates, those not read for longest first, until so much fits beside what stays."""

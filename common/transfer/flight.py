@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 
-from common.transfer.errors import TransferError, TransferTimeoutError, UnreachableError
+from common.transfer.errors import TransferError, TransferTimeoutError
 from common.transfer.manifest import UpdateHead
 from common.transfer.store.protocol import Arrived
 
@@ -17,21 +17,22 @@ from common.transfer.store.protocol import Arrived
 class Flight:
     """One thread tells it what comes (`arrived`, `finish`, `fail`), any number wait for ranges of it (`wait`)."""
 
-    def __init__(self, head: UpdateHead, name: str) -> None:
-        self.head, self.name = head, name
+    def __init__(self, head: UpdateHead, name: str, front_bytes: int | None = None) -> None:
+        """`front_bytes`: bring the first so many bytes only; None: all of it."""
+        self.head, self.name, self.front_bytes = head, name, front_bytes
         self.num_readers = 0
         """Kept by the relay, under its lock."""
+        self.waits = False
+        """Set by the relay when it has asked for the object."""
         self._content = memoryview(b"")
         self._num_bytes: int | None = None
         self._landed = False
         self._error: TransferError | None = None
-        self._trouble: str | None = None
         self._news = threading.Condition()
 
     def arrived(self, content: memoryview, num_bytes: int) -> None:
         """So much has come, of so many bytes. Less than before (the source began again) changes nothing for those who read."""
         with self._news:
-            self._trouble = None
             if len(content) > len(self._content) or self._num_bytes != num_bytes:
                 self._content, self._num_bytes = content, num_bytes
                 self._news.notify_all()
@@ -48,11 +49,6 @@ class Flight:
         with self._news:
             self._error = error
             self._news.notify_all()
-
-    def trouble(self, text: str) -> None:
-        """It does not come just now, and why; whoever gives up waiting says so."""
-        with self._news:
-            self._trouble = text
 
     def wait(self, start: int, length: int | None, timeout_s: float, stall_s: float, arrived: Arrived | None) -> memoryview:
         """A range of the object.
@@ -76,10 +72,12 @@ class Flight:
                     if self._error is not None:
                         raise self._error
                     if not self._news.wait(deadline_s - time.monotonic()):
-                        raise self._timeout(timeout_s)
+                        what = f"{self.head.key.path}/{self.name}"
+                        raise TransferTimeoutError(f"{what} did not come within {timeout_s} s")
             seen = here
             deadline_s = time.monotonic() + stall_s
             if arrived is not None:
+                assert num_bytes is not None
                 arrived(content, num_bytes)
 
     def _part(self, start: int, length: int | None) -> tuple[memoryview, int | None]:
@@ -88,9 +86,3 @@ class Flight:
             return self._content, None
         end = self._num_bytes if length is None else min(start + length, self._num_bytes)
         return self._content[start:end], max(end - start, 0)
-
-    def _timeout(self, timeout_s: float) -> TransferTimeoutError:
-        what = f"{self.head.key.path}/{self.name}"
-        if self._trouble is not None:
-            return UnreachableError(f"{what} cannot be had from further up: {self._trouble}")
-        return TransferTimeoutError(f"{what} did not come within {timeout_s} s")

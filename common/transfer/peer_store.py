@@ -1,9 +1,9 @@
 """Peer: a replica's place among replicas that feed each other. A relay of its own, whose upstream is its parent in the tree.
 
 ParentStore is that upstream. Buckets and layouts come from the parent, and from the relay whenever the parent is dead, slow, wrong
-or does not have them; manifest, catalogue, leases and confirmations are the relay's alone. A parent is slow when the relay could
-have given much more of an object meanwhile, so a learner that pauses is nobody's fault; it is reported only after the relay has
-done better. A parent is bad when a whole object does not add up: it is not asked again, and the object comes from elsewhere.
+or does not have them; manifest, indexes, catalogue, leases and confirmations are the relay's alone. A parent is slow when the relay
+could have given much more of an object meanwhile, so a learner that pauses is nobody's fault; it is reported only after the relay
+has done better. A parent is bad when a whole object does not add up: it is not asked again, and the object comes from elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.transfer.cache import ObjectCache
 from common.transfer.errors import AuthenticationError, MalformedUpdateError, TransferError, TransferTimeoutError, UnreachableError
 from common.transfer.manifest import MANIFEST_NAME, UpdateHead, UpdateKey
 from common.transfer.peers import HEARTBEAT_S, NO_CHILDREN_S, Reason
-from common.transfer.relay import RelayStore
+from common.transfer.relay import FRONT_BYTES, RelayStore
 from common.transfer.secrets import Secret
 from common.transfer.store.http_client import HttpStore
 from common.transfer.store.http_server import StoreServer
@@ -170,7 +170,8 @@ class ParentStore:
     ) -> memoryview:
         parent = self._parent
         reason: Reason | None = None
-        if parent is not None and name != MANIFEST_NAME:
+        only_front = start == 0 and length is not None and length <= FRONT_BYTES
+        if parent is not None and name != MANIFEST_NAME and not only_front:
             try:
                 content = self._from_parent(parent, key, name, start, length, into, timeout_s, arrived)
             except _ElsewhereError as e:
@@ -210,6 +211,7 @@ class ParentStore:
             if arrived is not None:
                 arrived(content, num_bytes)
 
+        relay_had_it = False
         while True:
             patience_s = max(min(self._patience_s, deadline_s - time.monotonic()), 0.1)
             try:
@@ -217,9 +219,12 @@ class ParentStore:
             except UnreachableError as e:
                 raise _ElsewhereError(str(e), Reason.DEAD) from None
             except TransferTimeoutError as e:
-                if self._relay_has(key, name, start):
+                if relay_had_it:
                     raise _ElsewhereError(str(e), Reason.SLOW) from None
-                if time.monotonic() >= deadline_s:
+                relay_had_it = self._relay_has(key, name, start)
+                if relay_had_it:  # perhaps from this moment on: the parent gets another chance
+                    deadline_s = max(deadline_s, time.monotonic() + self._patience_s)
+                elif time.monotonic() >= deadline_s:
                     raise
             except (AuthenticationError, MalformedUpdateError) as e:
                 raise _ElsewhereError(str(e), Reason.BAD) from None

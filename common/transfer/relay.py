@@ -1,22 +1,25 @@
 """RelayStore: a Store in front of another one, near those who read. The link to the store behind it carries every object once.
 
-Reads go through: the first asks upstream for the whole object, everybody else joins that flight, whatever range is wanted, and
-bytes are passed on while they come. Whole objects that add up stay in a cache; what upstream removes leaves it. The catalogue is
-one standing question upstream; leases, confirmations and writes pass through, so the publisher pins versions for, and learns from,
-the real receivers. While upstream cannot be reached, what is cached is served and everything else fails with an error that says so.
+Reads go through: the first asks upstream for the whole object (or for its index, if only that is wanted), everybody else joins that
+flight, whatever range is wanted, and bytes are passed on while they come. Whole objects that add up stay in a cache; what upstream
+removes leaves it. The catalogue is one standing question upstream; leases, confirmations and writes pass through, so the publisher
+pins versions for, and learns from, the real receivers. While upstream cannot be reached, what is cached is served and everything
+else fails with an error that says so.
 
-A relay is trusted with nothing: receivers check what it passes on against the learner's manifest. An object that does not add up is
-fetched once more, then passed on as it is and not kept. Readers in this process wait until an object is whole and checked; HTTP
-servers pass bytes on before.
+A relay is trusted with nothing: receivers check what it passes on against the learner's manifest. What it keeps it holds against
+the manifest too, with the publisher's key if it has that. An object that does not add up is fetched once more, then passed on as
+it is and not kept. Readers in this process wait until an object is whole and checked; HTTP servers pass bytes on before.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from common.transfer.cache import DAMAGED, ObjectCache
 from common.transfer.errors import (
@@ -55,9 +58,13 @@ STALL_S = 10.0
 """How long a reader whose bytes have begun to come waits for more."""
 MAX_FETCHES = 2
 """Of an object that does not add up, before it is passed on as it is."""
+FRONT_BYTES = 64 << 10
+"""A read of at most so many first bytes is for an index and does not bring the whole object."""
+MAX_FRONTS = 4096
 NUM_FLIGHTS = 8
 """Objects fetched or waited for upstream at a time: a few receivers' read-ahead."""
 
+T = TypeVar("T")
 OnDamaged = Callable[[UpdateKey, str, str], None]
 
 
@@ -71,8 +78,10 @@ class RelayStore:
         """
         self._upstream, self._cache = upstream, cache
         self._on_damaged = on_damaged or (lambda key, name, why: None)
-        self._flights: dict[tuple[UpdateHead, str], Flight] = {}
+        self._flights: dict[tuple[UpdateHead, str, int | None], Flight] = {}
+        self._fronts: dict[tuple[UpdateHead, str, int], memoryview] = {}
         self._lock = threading.Lock()
+        self._judging = threading.Lock()
         self._news = threading.Condition()
         self._entries: tuple[CatalogEntry, ...] | None = None
         self._trouble: str | None = None
@@ -107,12 +116,18 @@ class RelayStore:
                 self._closed.wait(RETRY_S)
 
     def _take(self, catalog: Catalog) -> None:
-        self._cache.retain([entry.head for entry in catalog.entries if entry.state is not UpdateState.FAILED])
+        heads = {entry.head for entry in catalog.entries if entry.state is not UpdateState.FAILED}
+        self._cache.retain(heads)
+        with self._lock:
+            self._fronts = {where: front for where, front in self._fronts.items() if where[0] in heads}
         with self._news:
             if self._trouble is not None:
                 log.warning("the store behind this relay is back")
             self._entries, self._trouble = catalog.entries, None
             self._news.notify_all()
+        for entry in catalog.entries:
+            if entry.state is UpdateState.SEALED and self._cache.has(entry.head.key):
+                self._submit(self._judge, entry.head)  # what came while it was open
 
     def _miss(self, why: str) -> None:
         """Upstream does not answer: go on with the catalogue as it was, at the start with what is whole in the cache."""
@@ -144,9 +159,13 @@ class RelayStore:
         head = self._head(key)
         content = self._cache.read(head, check_object_name(name), start, length)
         if content is None:
-            flight = self._join(head, name)
+            flight = self._join(head, name, length if start == 0 and length is not None and length <= FRONT_BYTES else None)
             try:
                 content = flight.wait(start, length, timeout_s, max(timeout_s, STALL_S), arrived)
+            except TransferTimeoutError as e:
+                if self._trouble is None:
+                    raise
+                raise UnreachableError(f"{e}: the store behind the relay cannot be reached: {self._trouble}") from None
             finally:
                 with self._lock:
                     flight.num_readers -= 1
@@ -166,20 +185,24 @@ class RelayStore:
             raise failed(key, entry.error or "no reason given")
         return entry.head
 
-    def _join(self, head: UpdateHead, name: str) -> Flight:
-        """The flight of an object, started if there is none, with one reader more."""
+    def _join(self, head: UpdateHead, name: str, front_bytes: int | None) -> Flight:
+        """The flight of an object, or of its front unless all of it is on its way, with one reader more; a new one if need be."""
         with self._lock:
-            flight = self._flights.get((head, name))
+            flight = self._flights.get((head, name, None)) or self._flights.get((head, name, front_bytes))
             if flight is None:
-                flight = self._flights[head, name] = Flight(head, name)
-                self._pool.submit(self._fly, flight)
+                flight = self._flights[head, name, front_bytes] = Flight(head, name, front_bytes)
+                self._submit(self._fly, flight)
             flight.num_readers += 1
             return flight
+
+    def _submit(self, act: Callable[[T], None], argument: T) -> None:
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: whoever waits runs into its time limit
+            self._pool.submit(act, argument)
 
     def _fly(self, flight: Flight) -> None:
         """Bring an object: in a thread of the pool, until it is here, will not come, or nobody wants it any more."""
         try:
-            content = self._fetch(flight)
+            content = self._fetch(flight) if flight.front_bytes is None else self._fetch_front(flight, flight.front_bytes)
         except TransferError as e:
             self._land(flight)
             flight.fail(e)
@@ -193,28 +216,29 @@ class RelayStore:
 
     def _land(self, flight: Flight) -> None:
         with self._lock:
-            if self._flights.get((flight.head, flight.name)) is flight:
-                del self._flights[flight.head, flight.name]
+            if self._flights.get((flight.head, flight.name, flight.front_bytes)) is flight:
+                del self._flights[flight.head, flight.name, flight.front_bytes]
 
     def _fetch(self, flight: Flight) -> memoryview:
         head, name = flight.head, flight.name
+        self._judge(head)
         kept = self._cache.read(head, name, 0, None)  # by a flight that landed after our first reader looked
         if kept is not None:
             return kept
+        flight.waits = True
         num_fetches = 0
         while True:
             try:
                 content = self._upstream.read(head.key, name, timeout_s=SLICE_S, arrived=flight.arrived)
             except TransferTimeoutError as e:
-                if isinstance(e, UnreachableError):
-                    flight.trouble(str(e))
-                self._check_wanted(flight, e)
+                self._wait_for_upstream(flight, e)
                 continue
             num_fetches += 1
             try:
-                summary = self._cache.check(head, name, content)
                 if name == MANIFEST_NAME:
-                    self._drop_forged(head, content)
+                    self._take_manifest(head, content)
+                    return content
+                summary = self._cache.check(head, name, content)
             except DAMAGED as e:
                 log.warning("%s/%s arrived damaged: %s", head.key.path, name, e)
                 self._on_damaged(head.key, name, str(e))
@@ -225,22 +249,75 @@ class RelayStore:
                 self._cache.keep(head, name, content, summary)
             return content
 
-    def _check_wanted(self, flight: Flight, error: TransferError) -> None:
-        """Raise what ends a flight: nobody waits for it, the update is gone or failed, or the relay closes."""
+    def _fetch_front(self, flight: Flight, num_bytes: int) -> memoryview:
+        """The first bytes of an object, kept in memory: an index costs the link an index, not its bucket."""
+        where = flight.head, flight.name, num_bytes
+        with self._lock:
+            kept = self._fronts.get(where)
+        while kept is None:
+            try:
+                kept = self._upstream.read(flight.head.key, flight.name, length=num_bytes, timeout_s=SLICE_S)
+            except TransferTimeoutError as e:
+                self._wait_for_upstream(flight, e)
+        with self._lock:
+            self._fronts[where] = kept
+            if len(self._fronts) > MAX_FRONTS:
+                del self._fronts[next(iter(self._fronts))]
+        self._check_fronts(flight.head)
+        return kept
+
+    def _check_fronts(self, head: UpdateHead) -> None:
+        """Forget fronts that the manifest, once it is here, does not confirm."""
+        with self._lock:
+            mine = [(where, front) for where, front in self._fronts.items() if where[0] == head]
+            for where, front in mine:
+                if not self._cache.confirms_index(head, where[1], front):
+                    del self._fronts[where]
+
+    def _wait_for_upstream(self, flight: Flight, error: TransferTimeoutError) -> None:
+        """Go on waiting; or raise what ends a flight: nobody waits for it, the update is gone or failed, or the relay closes."""
+        if isinstance(error, UnreachableError):
+            self._miss(str(error))
+            self._closed.wait(RETRY_S)
         with self._lock:
             if flight.num_readers == 0 or self._closed.is_set():
-                del self._flights[flight.head, flight.name]  # under the same lock, so that nobody joins a flight that ends
+                del self._flights[
+                    flight.head, flight.name, flight.front_bytes
+                ]  # under the same lock, so that nobody joins a flight that ends
                 raise error
         if self._head(flight.head.key) != flight.head:
             raise gone(flight.head.key)
 
-    def _drop_forged(self, head: UpdateHead, manifest: memoryview) -> None:
-        for name in self._cache.drop_forged(head, manifest):
+    def _judge(self, head: UpdateHead) -> None:
+        """Of a sealed update, have the manifest here, so that buckets are held against it; unless a flight is bringing it."""
+        if not self._is_sealed(head):
+            return
+        with self._judging:
+            flight = self._flights.get((head, MANIFEST_NAME, None))
+            if (flight is not None and flight.waits) or self._cache.read(head, MANIFEST_NAME, 0, 0) is not None:
+                return
+            try:
+                manifest = self._upstream.read(head.key, MANIFEST_NAME, timeout_s=SLICE_S)
+                self._take_manifest(head, manifest)
+            except TransferError as e:
+                log.info("%s: no manifest yet: %s", head.key.path, e)
+
+    def _take_manifest(self, head: UpdateHead, manifest: memoryview) -> None:
+        """Keep a manifest and forget what it does not confirm. Raises one of DAMAGED if it is none."""
+        self._cache.check(head, MANIFEST_NAME, manifest)
+        for name in self._cache.discard_forged(head, manifest):
             self._on_damaged(head.key, name, "the manifest does not confirm it")
+        if self._is_current(head):
+            self._cache.keep(head, MANIFEST_NAME, manifest, None)
+            self._check_fronts(head)
 
     def _is_current(self, head: UpdateHead) -> bool:
         with self._news:
             return any(entry.head == head for entry in self._entries or ())
+
+    def _is_sealed(self, head: UpdateHead) -> bool:
+        with self._news:
+            return any(entry.head == head and entry.state is UpdateState.SEALED for entry in self._entries or ())
 
     def lease(self, key: UpdateKey, holder: str, ttl_s: float = LEASE_TTL_S) -> None:
         try:

@@ -196,6 +196,10 @@ class DirectoryStore:
             self._files.delete_tree(f"v{key.version}")
         return True
 
+    def discard(self, key: UpdateKey, name: str) -> None:
+        """Forget one object. For caches: a store that others read from never takes anything back but whole updates."""
+        self._files.delete(f"{key.path}/{check_object_name(name)}")
+
     def _leased(self, key: UpdateKey) -> bool:
         now_s = self._clock.now_s()
         for name in self._files.list(key.path):

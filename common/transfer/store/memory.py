@@ -145,6 +145,12 @@ class MemoryStore:
             self._tell()
             return True
 
+    def discard(self, key: UpdateKey, name: str) -> None:
+        """Forget one object. For caches: a store that others read from never takes anything back but whole updates."""
+        with self._news:
+            if key in self._updates:
+                self._updates[key].objects.pop(name, None)
+
     @property
     def _tag(self) -> str:
         """Of this life: a store that starts anew must not look like the one that somebody has seen."""
