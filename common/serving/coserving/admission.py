@@ -121,7 +121,8 @@ class AdmissionController:
         self._last_side: Side | None = None
         self._budget: Record | None = None
         self._max_tokens = self._num_replans = 0
-        self._least_tokens = 1
+        self._least_tokens = self._probe_tokens = 1
+        self._probing = False
         self._last_rollout: StepFeatures | None = None
         self._slices_s: list[float] = []
         self._activate_s: float | None = None
@@ -284,9 +285,10 @@ class AdmissionController:
             self._max_tokens = max(self._least_tokens, int(0.95 * features.num_tokens * max(0.0, min(1.0, share))))
             return Roll(record=dataclasses.replace(record, rollout_bound_s=bound_s), max_tokens=self._max_tokens)
         if idle and self._probes(now_s):
-            if can_shrink:
-                self._max_tokens = self._least_tokens
+            if features.num_tokens > self._probe_tokens and self._max_tokens > self._probe_tokens:
+                self._max_tokens = self._probe_tokens
                 return Roll(record=record, max_tokens=self._max_tokens)
+            self._probing = True
             return Go(record=dataclasses.replace(record, reason=Reason.PROBE, rollout_bound_s=bound_s))
         return self._give_up(dataclasses.replace(record, rollout_bound_s=bound_s), Reason.DOES_NOT_FIT, now_s)
 
@@ -295,6 +297,7 @@ class AdmissionController:
         if self._max_tokens >= self.settings.max_step_tokens:
             return self._give_up(record, Reason.NO_ROLLOUT, now_s)
         self._max_tokens = self._least_tokens = min(self.settings.max_step_tokens, 2 * self._max_tokens)
+        self._probe_tokens = max(self._probe_tokens, self._least_tokens)
         return Roll(record=record, max_tokens=self._max_tokens)
 
     def _give_up(self, record: Record, reason: Reason, now_s: float) -> Decision:
@@ -306,6 +309,9 @@ class AdmissionController:
         return Wait(record=record, until_s=until_s)
 
     def _probes(self, now_s: float) -> bool:
+        """Whether a step may run that does not fit as predicted: after long, then as long as the last one did fit, ever larger."""
+        if self._probe_tokens > self._least_tokens:
+            return True
         return self._idle_since_s is not None and now_s - self._idle_since_s >= self.settings.probe_after_s
 
     def _park_or_wait(self, event: Free, now_s: float, level: Level) -> Decision:
@@ -353,6 +359,9 @@ class AdmissionController:
             surprised = event.duration_s > limit_s * (1 + self.settings.surprise_tolerance)
             self.caution.on_step(surprised=surprised, now_s=now_s)
             self._last_rollout = event.features
+            fits = self._probing and event.duration_s <= self.step_bound_s
+            self._probe_tokens = 2 * self._probe_tokens if fits else self._least_tokens
+            self._probing = False
             self._idle_since_s = now_s if self._idle_since_s is not None else None
         predictor.observe(features, event.duration_s)
         if features.num_tokens:

@@ -20,8 +20,7 @@ from common.serving.coserving.step_time import StepFeatures
 from common.serving.engine import StepEngine, StepLimits
 from common.types import Request, SamplingKey, SamplingParams
 
-NUM_ROUNDS = 3
-STEPS_A_BATCH = 12
+STEPS_A_BATCH = 10
 CONTEXT_SHARES = (0.02, 0.1, 0.3)
 """Of the longest context, prompts of a batch: short ones are most of what there is, long ones teach what context costs."""
 SWITCH_EVERY = 2
@@ -54,7 +53,7 @@ def _steps(
     sizes = sorted({1, max(1, info.max_slots // 8), max(1, info.max_slots // 2), info.max_slots})
     most_generated = max(1, info.max_context_tokens // 2)
     num_made = 0
-    for _, num_sequences, share in itertools.product(range(NUM_ROUNDS), sizes, CONTEXT_SHARES):
+    for num_sequences, share in itertools.product(sizes, CONTEXT_SHARES):
         ids = []
         for _ in range(num_sequences):
             longest = max(1, int(share * info.max_context_tokens))

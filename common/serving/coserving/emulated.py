@@ -64,7 +64,7 @@ class EmulatedEngine:
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
         self._free_slots = list(range(max_slots))
-        self._prefixes: dict[int, int] = {}
+        self._prefixes: dict[tuple[str, int], int] = {}
         self._ended: list[Completion] = []
         self._in_flight: StepPlan | None = None
         self._num_steps = itertools.count()
@@ -149,7 +149,7 @@ class EmulatedEngine:
         self._waiting.clear()
 
     def _prefix(self, sequence: _Sequence) -> int:
-        kept = min(self._prefixes.get(sequence.request.key.trajectory_id, 0), sequence.num_context - 1)
+        kept = min(self._prefixes.get(_owner(sequence.request), 0), sequence.num_context - 1)
         return kept - kept % self._block_tokens
 
     def _compute(self, entry: PrefillChunk | DecodeEntry, num_tokens: int) -> list[SampledToken]:
@@ -178,7 +178,7 @@ class EmulatedEngine:
         self._running.pop(request.request_id, None)
         self._leave_slot(sequence)
         if request.cache_namespace:
-            self._prefixes[request.key.trajectory_id] = sequence.num_cached
+            self._prefixes[_owner(request)] = sequence.num_cached
         num_tokens = sequence.num_generated
         self._ended.append(
             Completion(
@@ -189,6 +189,10 @@ class EmulatedEngine:
                 finish_reason=reason,
             )
         )
+
+
+def _owner(request: Request) -> tuple[str, int]:
+    return request.cache_namespace, request.key.trajectory_id
 
 
 def _decodes(sequence: _Sequence) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -41,12 +43,13 @@ class Durations:
     error: float
     rng: np.random.Generator
     surprise: float = 1.0
+    scale: float = 1.0
     last: Side | None = None
 
     def of(self, side: Side, plan: StepPlan) -> float:
         switch_s = SWITCH_S if self.last is not None and self.last is not side else 0.0
         self.last = side
-        factor = self.rng.uniform(1 - self.error, 1 + self.error)
+        factor = self.scale * self.rng.uniform(1 - self.error, 1 + self.error)
         return (TIMING.duration_s(plan) + switch_s) * factor * (self.surprise if side is Side.ROLLOUT else 1.0)
 
 
@@ -102,6 +105,18 @@ def limits() -> dict[Side, StepLimits]:
 
 def controller(objective: Objective, settings: AdmissionSettings | None = None) -> AdmissionController:
     return AdmissionController(Objectives.of(SERVING_MODEL, objective), settings, longest_serving_step=LONGEST_SERVING_STEP)
+
+
+@functools.cache
+def _calibrated(objective: Objective, settings: AdmissionSettings | None, error: float) -> AdmissionController:
+    policy = controller(objective, settings)
+    Device.make(error=error, seed=0).calibrate(policy)
+    return policy
+
+
+def calibrated(objective: Objective, settings: AdmissionSettings | None = None, *, error: float = 0.02) -> AdmissionController:
+    """A controller that knows the step times of such engines."""
+    return copy.deepcopy(_calibrated(objective, settings, error))
 
 
 def serving_alone() -> AlternatingPolicy:

@@ -27,19 +27,13 @@ from common.serving.coserving.events import (
 )
 from common.serving.coserving.objectives import Objective, Objectives
 from common.serving.coserving.step_time import StepFeatures
-from tests.common.serving.coserving.schedules import LONGEST_SERVING_STEP, Device, controller
+from tests.common.serving.coserving.schedules import LONGEST_SERVING_STEP, calibrated, controller
 
 OBJECTIVE = Objective(ttft_s=0.4, tpot_s=0.1)
 DECODE = StepFeatures(prefill_tokens=0, decode_tokens=1, context_tokens=100)
 PREFILL = StepFeatures(prefill_tokens=100, decode_tokens=0, context_tokens=0)
 SMALL_ROLLOUT = StepFeatures(prefill_tokens=0, decode_tokens=32, context_tokens=32 * 100)
 LARGE_ROLLOUT = StepFeatures(prefill_tokens=900, decode_tokens=48, context_tokens=48 * 100)
-
-
-def calibrated(settings: AdmissionSettings | None = None) -> AdmissionController:
-    policy = controller(OBJECTIVE, settings)
-    Device.make(error=0.02, seed=0).calibrate(policy)
-    return policy
 
 
 def one(decisions: tuple[Decision, ...]) -> Decision:
@@ -64,7 +58,7 @@ def serve_tokens(policy: AdmissionController, now_s: float, *tokens: tuple[str, 
 
 
 def test_while_a_request_waits_for_its_first_token_serving_runs() -> None:
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     arrive(policy, "a", 10.0, first_token_s=10.1)
     arrive(policy, "b", 10.1)
     decision = free(policy, 10.11, serving=PREFILL)
@@ -74,7 +68,7 @@ def test_while_a_request_waits_for_its_first_token_serving_runs() -> None:
 
 
 def test_slack_of_the_tightest_live_request_is_lent_and_named() -> None:
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     arrive(policy, "slow", 9.0, first_token_s=9.5)
     arrive(policy, "fresh", 9.9, first_token_s=9.99)
     serve_tokens(policy, 10.0, ("slow", 10))
@@ -89,7 +83,7 @@ def test_slack_of_the_tightest_live_request_is_lent_and_named() -> None:
 
 
 def test_a_rollout_step_is_bounded_also_when_serving_is_idle() -> None:
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     decision = free(policy, 10.0)
     assert isinstance(decision, Roll)
     assert decision.record.budget_s == pytest.approx(0.25 * OBJECTIVE.ttft_s)
@@ -103,7 +97,7 @@ def test_a_rollout_step_is_bounded_also_when_serving_is_idle() -> None:
 
 
 def test_a_budget_that_fixed_costs_would_eat_goes_to_serving() -> None:
-    policy = calibrated(AdmissionSettings(tpot_share=0.2))
+    policy = calibrated(OBJECTIVE, AdmissionSettings(tpot_share=0.2))
     arrive(policy, "a", 9.9, first_token_s=10.0)
     decision = free(policy, 10.0, serving=DECODE)
     assert isinstance(decision, Serve)
@@ -115,7 +109,7 @@ def test_a_budget_that_fixed_costs_would_eat_goes_to_serving() -> None:
 def test_the_knob_bounds_how_long_a_token_is_kept_waiting() -> None:
     slack = {}
     for rise in (3.0, 50.0):
-        policy = calibrated(AdmissionSettings(max_tpot_rise=rise, max_fixed_share=1.0))
+        policy = calibrated(OBJECTIVE, AdmissionSettings(max_tpot_rise=rise, max_fixed_share=1.0))
         arrive(policy, "a", 9.9, first_token_s=10.0)
         record = free(policy, 10.0, serving=DECODE).record
         assert record.slack_s is not None
@@ -126,8 +120,7 @@ def test_the_knob_bounds_how_long_a_token_is_kept_waiting() -> None:
 
 
 def test_a_first_gap_leaves_room_for_the_longest_serving_step() -> None:
-    policy = controller(dataclasses.replace(OBJECTIVE, tpot_s=0.06), AdmissionSettings(max_fixed_share=1.0))
-    Device.make(error=0.02, seed=0).calibrate(policy)
+    policy = calibrated(dataclasses.replace(OBJECTIVE, tpot_s=0.06), AdmissionSettings(max_fixed_share=1.0))
     arrive(policy, "a", 9.9, first_token_s=10.0)
     record = free(policy, 10.0, serving=DECODE).record
     longest_s = policy.predictors[Side.SERVING].bound_s(LONGEST_SERVING_STEP)
@@ -145,7 +138,7 @@ def test_no_rollout_step_before_step_times_are_known_unless_serving_is_idle() ->
 
 
 def test_pieces_of_a_commit_are_admitted_by_their_size_and_keep_rollout_steps_away() -> None:
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     assert free(policy, 9.0, commit_waits=True) == Do(record=free(policy, 9.0, commit_waits=True).record, work=Work.SLICE)
     policy.on_event(WorkDone(kind=Work.SLICE, duration_s=0.01), 9.01)
     arrive(policy, "a", 9.9, first_token_s=10.0)
@@ -158,7 +151,7 @@ def test_pieces_of_a_commit_are_admitted_by_their_size_and_keep_rollout_steps_aw
 
 
 def test_a_parked_model_is_activated_on_demand_and_parked_when_unused() -> None:
-    policy = calibrated(AdmissionSettings(park_after_s=5.0))
+    policy = calibrated(OBJECTIVE, AdmissionSettings(park_after_s=5.0))
     nothing = {"rollout_waits": False}
     waits = free(policy, 10.0, **nothing)
     assert isinstance(waits, Wait)
@@ -179,7 +172,7 @@ def test_a_parked_model_is_activated_on_demand_and_parked_when_unused() -> None:
 
 
 def test_surprises_lower_the_level_step_by_step_and_calm_raises_it_again() -> None:
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     settings = policy.settings.caution
     bound_s = policy.predictors[Side.ROLLOUT].bound_s(SMALL_ROLLOUT)
     seen = []
@@ -198,7 +191,7 @@ def test_surprises_lower_the_level_step_by_step_and_calm_raises_it_again() -> No
 
 
 def test_blamed_misses_stop_borrowing_and_misses_of_all_stop_rollouts() -> None:
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     for number in range(policy.settings.caution.cautious_blamed):
         request_id, start_s = f"late{number}", 10.0 + number
         arrive(policy, request_id, start_s)
@@ -206,7 +199,7 @@ def test_blamed_misses_stop_borrowing_and_misses_of_all_stop_rollouts() -> None:
         serve_tokens(policy, start_s + 0.5, (request_id, 1))  # 0.1 s late; rollouts had 0.2 s of it
         policy.on_event(Ended(request_id=request_id, whole=True), start_s + 0.5)
     assert free(policy, 12.0).record.level is Level.IDLE_ONLY
-    policy = calibrated()
+    policy = calibrated(OBJECTIVE)
     for number in range(policy.settings.caution.window_requests):
         request_id, start_s = f"late{number}", 10.0 + number
         arrive(policy, request_id, start_s, first_token_s=start_s + 0.9)
@@ -215,8 +208,7 @@ def test_blamed_misses_stop_borrowing_and_misses_of_all_stop_rollouts() -> None:
 
 
 def test_an_idle_device_tries_a_smallest_step_when_none_seems_to_fit() -> None:
-    policy = controller(Objective(ttft_s=0.02, tpot_s=0.1))
-    Device.make(error=0.02, seed=0).calibrate(policy)
+    policy = calibrated(Objective(ttft_s=0.02, tpot_s=0.1))
     assert isinstance(free(policy, 10.0), Roll)
     smallest = dataclasses.replace(SMALL_ROLLOUT, decode_tokens=1, context_tokens=100)
     gives_up = one(policy.on_event(Planned(features=smallest), 10.0))
