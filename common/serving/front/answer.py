@@ -90,7 +90,11 @@ class Answer(Response):
             await asyncio.gather(work, *watches, return_exceptions=True)
         if not work.cancelled():
             work.result()
-        elif self._calls.stop_now.is_set():
+            return
+        for watch in watches:  # a body that came too slowly, say
+            if not watch.cancelled():
+                watch.result()
+        if self._calls.stop_now.is_set():
             raise unavailable(STOPPED)
 
 

@@ -6,6 +6,7 @@ Its OpenAPI document at /openapi.json says what every endpoint takes and answers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from typing import Any
@@ -29,7 +30,8 @@ from common.serving.front.openai_types import ErrorResponse
 TITLE = "ROSE replica"
 BODY_TIMEOUT_S = 30.0
 """A body that takes longer to arrive is given up, so that slow senders hold nothing."""
-HTTP_ERRORS = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large"}
+DISCARD_S = 2.0
+"""How long a body that is refused is read and thrown away."""
 METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -74,14 +76,7 @@ def make_app(front: Front) -> ASGIApp:
 
 
 async def _on_error(_request: HttpRequest, error: Exception) -> Response:
-    match error:
-        case RequestValidationError():
-            answer = _validation_error(error)
-        case HTTPException():
-            code = HTTP_ERRORS.get(error.status_code)
-            answer = ApiError(error.status_code, str(error.detail), code=code)
-        case _:
-            answer = api_error(error)
+    answer = _validation_error(error) if isinstance(error, RequestValidationError) else api_error(error)
     return JSONResponse(answer.body(), status_code=answer.status, headers=answer.headers())
 
 
@@ -122,6 +117,7 @@ class BodyLimits:
             return
         announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
+            await _discard_body(receive)
             await self._refuse(self._too_large(int(announced)), send)
             return
         num_bytes, deadline_s, complete = 0, time.monotonic() + self._timeout_s, False
@@ -137,6 +133,7 @@ class BodyLimits:
                 raise HTTPException(408, f"the body took longer than {self._timeout_s:g} s") from None
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
+                await _discard_body(receive)
                 raise self._too_large(num_bytes)
             complete = not message.get("more_body", False)
             return message
@@ -148,7 +145,15 @@ class BodyLimits:
 
     @staticmethod
     async def _refuse(error: HTTPException, send: Send) -> None:
-        body = json.dumps(ApiError(error.status_code, str(error.detail), code=HTTP_ERRORS[error.status_code]).body()).encode()
+        body = json.dumps(api_error(error).body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Let a client that sends before it reads get its answer: closing on unread bytes would reset the connection first."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while (await receive()).get("more_body", False):
+                pass

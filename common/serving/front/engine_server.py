@@ -84,7 +84,7 @@ class EngineServer:
             ends: list[asyncio.Future[Any]] = [reading, self._failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
-                await asyncio.gather(*self._requests.values())  # each ends with the error
+                await asyncio.gather(*self._requests.values(), return_exceptions=True)  # each ends with the error
                 self._channel.send({"kind": "failed", "text": self._failed.result()})
                 raise EngineClosedError(self._failed.result())
             await reading

@@ -6,12 +6,15 @@ to what a client sent, only to what happened to the server.
 
 from __future__ import annotations
 
+from starlette.exceptions import HTTPException
+
 from common.errors import EngineClosedError, ReplicaUnavailableError, RequestRejectedError
 from common.transfer.errors import TransferError, WrongBaseError
 
 RETRY_AFTER_S = 1
 """Said to clients that are refused for now; a replica that drains is gone or back within about that."""
-CLIENT_CLOSED_REQUEST = 499
+HTTP_ERRORS = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 413: "body_too_large"}
+"""What the web framework refuses by itself."""
 
 
 class ApiError(Exception):
@@ -61,6 +64,8 @@ def api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), code=HTTP_ERRORS.get(error.status_code))
         case RequestRejectedError():
             text = str(error).partition(": ")[2] or str(error)  # without the engine's own request id
             code = "context_length_exceeded" if "exceed the context" in text else None
