@@ -26,16 +26,17 @@ from tests.rose_gpu.vllm.small_models import SHAPE, checkpoint, engine, nudged, 
 VOCAB = SHAPE["vocab_size"]
 
 
-def parameters(of: VllmEngine) -> dict[str, bytes]:
-    """All parameters as vLLM holds them, padding included."""
-    model = of._core.model_executor.driver_worker.worker.model_runner.get_model()
-    return {name: param.detach().view(-1).view(dtype=_int(param)).numpy().tobytes() for name, param in model.named_parameters()}
+def parameters(of: VllmEngine) -> list[dict[str, bytes]]:
+    """All parameters as vLLM holds them, padding included, of each rank."""
+    return of.call_workers(_parameters_of)
 
 
-def _int(param: Any) -> Any:
+def _parameters_of(worker: Any) -> dict[str, bytes]:
     import torch
 
-    return {2: torch.int16, 4: torch.int32}[param.element_size()]
+    as_int = {2: torch.int16, 4: torch.int32}
+    named = worker.model_runner.get_model().named_parameters()
+    return {name: param.detach().view(-1).view(dtype=as_int[param.element_size()]).numpy().tobytes() for name, param in named}
 
 
 def distribution(of: VllmEngine) -> list[tuple[tuple[int, float], ...]]:
@@ -55,22 +56,41 @@ def closing() -> Iterator[list[VllmEngine]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_commit_equals_a_fresh_load(tmp_path: Path, closing: list[VllmEngine], dtype: str, tied: bool, sparse: bool) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_commit_equals_a_fresh_load(tmp_path: Path, closing: list[VllmEngine], dtype: str, tied: bool, ranks: int) -> None:
+    """A sparse update there, all tensors back; parameters bit for bit and the full distribution after a fresh prompt."""
     old = tensors(0, dtype, tie_word_embeddings=tied)
-    new = nudged(old, share=0.02) if sparse else tensors(1, dtype, tie_word_embeddings=tied)
-    running = engine(checkpoint(0, dtype, tie_word_embeddings=tied), dtype=dtype)
+    new = nudged(old, share=0.02)
+    running = engine(checkpoint(0, dtype, tie_word_embeddings=tied), dtype=dtype, tensor_parallel=ranks)
     closing.append(running)
-    before = distribution(running)
-    update = sparse_update(old, new, base_version=0, version=1) if sparse else whole_update(new, version=1)
-    running.commit(update, version=1)
+    before = parameters(running), distribution(running)
+    assert len(before[0]) == ranks
+    running.commit(sparse_update(old, new, base_version=0, version=1), version=1)
+    after = parameters(running), distribution(running)
 
-    fresh = engine(write_checkpoint(tmp_path / "new", new, tie_word_embeddings=tied), dtype=dtype)
+    folder = write_checkpoint(tmp_path / "new", new, tie_word_embeddings=tied)
+    fresh = engine(folder, dtype=dtype, tensor_parallel=ranks)
+    closing.append(fresh)
+    assert after == (parameters(fresh), distribution(fresh))
+    assert after[1] != before[1]
+    running.commit(whole_update(old, version=2), version=2)
+    assert (parameters(running), distribution(running)) == before
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_key_value_head_each_get_it(tmp_path: Path, closing: list[VllmEngine]) -> None:
+    """One key-value head and two ranks: both hold it."""
+    one_head: dict[str, Any] = {"num_kv_heads": 1}
+    old = tensors(0, **one_head)
+    new = nudged(old, share=0.02)
+    running = engine(checkpoint(0, **one_head), tensor_parallel=2)
+    closing.append(running)
+    running.commit(sparse_update(old, new, base_version=0, version=1), version=1)
+    fresh = engine(write_checkpoint(tmp_path / "new", new, **one_head), tensor_parallel=2)
     closing.append(fresh)
     assert parameters(running) == parameters(fresh)
-    after = distribution(running)
-    assert after == distribution(fresh)
-    assert after != before
+    target = VllmWeightTarget(running)
+    assert all(target.published(name).tobytes() == tensor.tobytes() for name, tensor in new.items())
 
 
 def test_a_tied_head_follows_the_embedding(closing: list[VllmEngine]) -> None:
