@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from common.config import Config
 from common.serving.engine import StaleCache
@@ -19,23 +20,31 @@ from common.transfer.subscriber import Subscriber
 from rose_jax.export import named_tensors
 from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.engine import JetStreamEngine
+from rose_jax.mesh import param_shardings
 from rose_jax.models.qwen3 import abstract_model, cast_weights
 from rose_jax.models.qwen3_config import Qwen3Config
 from rose_jax.policy import Policy
 from rose_jax.weight_target import JaxWeightTarget
-
 
 MAX_TOP_LOGPROBS = 20
 """The most that clients of OpenAI's API may ask for."""
 
 
 class JaxReplica(LocalReplica[nnx.State]):
-    """A LocalReplica that starts without weights: its first version comes through the store like every other."""
+    """A LocalReplica that starts without weights: its first version comes through the store like every other.
 
-    def __init__(self, replica_id: str, config: Config, model_config: Qwen3Config, store: Store) -> None:
+    Args:
+        mesh: with an axis "tensor", over which the engine is cut; None: one device.
+    """
+
+    def __init__(
+        self, replica_id: str, config: Config, model_config: Qwen3Config, store: Store, *, mesh: Mesh | None = None
+    ) -> None:
         dtype = jnp.dtype(config.model.compute_dtype)
         _, shapes = nnx.split(abstract_model(model_config, dtype))
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        if mesh is not None:
+            empty = jax.device_put(empty, param_shardings(model_config, empty, mesh))
         sampler = config.sampler
         engine_config = JetStreamConfig(
             max_slots=sampler.max_slots,
@@ -48,7 +57,7 @@ class JaxReplica(LocalReplica[nnx.State]):
             stale_cache=StaleCache(sampler.stale_cache),
             invariant=sampler.invariant,
         )
-        engine = JetStreamEngine(engine_config, model_config, empty, version=0)
+        engine = JetStreamEngine(engine_config, model_config, empty, version=0, mesh=mesh)
         self.target = JaxWeightTarget(engine, model_config, empty, weights_dtype=config.model.weights_dtype)
         subscriber = Subscriber(store, self.target, receiver_id=replica_id, timeout_s=config.transfer.timeout_s)
         super().__init__(
