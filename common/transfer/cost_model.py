@@ -1,7 +1,8 @@
 """What one sync of weights costs on a cluster: bytes on every link, and seconds until the last replica has committed.
 
-Encoding, each link, and decoding form a pipeline of buckets: the sync takes as long as its slowest stage, and of every other
-stage the time of one bucket; then round trips and the commit. Where all processes share one machine's cores, they are a stage too.
+Encoding, each link, and decoding form a pipeline in which two buckets are under way at a time: a sync takes as long as its slowest
+stage, of every other stage the time of two buckets, and the round trips. Where replicas share one machine's cores, decoding takes
+what all of them need together.
 Nothing here measures: rates are arguments, those of Rates' defaults were measured on one core of a server (bench_transfer, "speed"
 and "sync"). Refuses layouts that no cluster has. Not modelled: lost packets, other traffic, and a learner that is slower than its
 links at copying weights off its devices.
@@ -31,6 +32,8 @@ ANCHOR_SHARE = 0.76
 """The same for all values of trained bfloat16 weights, compressed; 1.0 on links too fast to compress for."""
 HEADER_SHARE = 0.011
 """Of the bytes on a link: TCP, IP and HTTP around them, in packets of 9000 bytes."""
+BUCKETS_UNDER_WAY = 2
+"""Encoded, and fetched, at a time: the next stage has nothing to do before these are there."""
 ROUND_TRIPS = 4
 """Catalogue's news, lease, first byte of a bucket, manifest: each waits for the one before."""
 FIRST_WINDOW_BYTES = 90_000
@@ -67,20 +70,17 @@ def wire_share(density: float) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Seconds of one core per 10^9 dense bytes, and what the network code takes per 10^9 bytes that really pass.
+    """Seconds of one core.
 
     Attributes:
-        encode_s, decode_s: to find and encode what changed, and to decode, verify and write it.
-        send_s, receive_s, pass_on_s: to send or receive bytes, and all that a relay or peer does with bytes it passes on once.
-        sync_s: of a replica, whatever the size: questions, threads, signatures.
+        encode_s: per 10^9 dense bytes, to find, encode and send what changed.
+        decode_s: per 10^9 dense bytes, to receive, decode, verify and write it.
+        pass_on_s: per 10^9 bytes that a relay or peer sends on.
     """
 
     encode_s: float
     decode_s: float
-    send_s: float = 0.3
-    receive_s: float = 0.3
-    pass_on_s: float = 1.0
-    sync_s: float = 0.0
+    pass_on_s: float = 1.4
 
 
 def rates_at(density: float | None) -> Rates:
@@ -104,7 +104,7 @@ class Cluster:
         slow_gbit_s, slow_rtt_s: of the one link between learner and serving cluster.
         host_gbit_s: of the link of each host (learner, relay, replica) within its own cluster.
         fan_out: replicas that feed each other have so many children each; None: they do not.
-        shared_cores: cores of the one machine that all of it runs on; None: each process has its own.
+        shared_cores: cores of the one machine that relay and all replicas run on; None: each rank has its own.
     """
 
     learner_hosts: int = 1
@@ -184,11 +184,13 @@ def predict(update: Update, cluster: Cluster, rates: Rates | None = None) -> Pre
         "decode": dense_gb * rates.decode_s / cluster.num_ranks,
     }
     if cluster.shared_cores is not None:
-        stages["cores"] = _cpu_s(update, cluster, rates, slow, per_replica) / cluster.shared_cores
-    latency_s = _latency_s(cluster, slow, on_host_s(CUT_THROUGH_BYTES)) + rates.sync_s
-    num_buckets = max(1, math.ceil(update.dense_bytes / BUCKET_BYTES))
+        passed_on_gb = per_replica * cluster.num_replicas / 1e9 if cluster.relay else 0.0
+        cpu_s = cluster.num_replicas * dense_gb * rates.decode_s + passed_on_gb * rates.pass_on_s
+        stages["decode"] = max(stages["decode"], cpu_s / cluster.shared_cores)
+    latency_s = _latency_s(cluster, slow, on_host_s(CUT_THROUGH_BYTES))
+    share_under_way = min(1.0, BUCKETS_UNDER_WAY * BUCKET_BYTES / max(update.dense_bytes, 1))
     slowest = max(stages.values())
-    seconds = slowest + (sum(stages.values()) - slowest) / num_buckets + latency_s
+    seconds = slowest + (sum(stages.values()) - slowest) * share_under_way + latency_s
     return Prediction(
         slow_link_bytes=slow,
         relay_out_bytes=relay_out,
@@ -198,16 +200,6 @@ def predict(update: Update, cluster: Cluster, rates: Rates | None = None) -> Pre
         latency_s=latency_s,
         seconds=seconds,
     )
-
-
-def _cpu_s(update: Update, cluster: Cluster, rates: Rates, slow_bytes: float, per_replica_bytes: float) -> float:
-    """CPU seconds of everybody together."""
-    dense_gb = update.dense_bytes / 1e9
-    passed_on = per_replica_bytes * cluster.num_replicas if cluster.relay else 0.0
-    received = per_replica_bytes * cluster.num_replicas
-    network_s = slow_bytes * rates.send_s + received * rates.receive_s + passed_on * rates.pass_on_s
-    replicas_s = cluster.num_replicas * (dense_gb * rates.decode_s + rates.sync_s)
-    return dense_gb * rates.encode_s + network_s / 1e9 + replicas_s
 
 
 def _latency_s(cluster: Cluster, slow_bytes: float, hop_s: float) -> float:

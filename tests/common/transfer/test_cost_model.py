@@ -7,7 +7,7 @@ import pytest
 
 from common.transfer.cost_model import HEADER_SHARE, WIRE_SHARES, Cluster, Rates, Update, predict, rates_at, wire_share
 
-FREE = Rates(encode_s=0.0, decode_s=0.0, send_s=0.0, receive_s=0.0, pass_on_s=0.0)
+FREE = Rates(encode_s=0.0, decode_s=0.0, pass_on_s=0.0)
 DELTA = Update(num_parameters=1_000_000_000, density=0.01)
 WIRE = 2e9 * 0.0058 * (1 + HEADER_SHARE)
 
@@ -78,7 +78,7 @@ def test_clusters_that_cannot_be_are_refused(changes: dict[str, object]) -> None
         cluster(**changes)
 
 
-def test_an_update_of_one_bucket_cannot_overlap_its_stages() -> None:
+def test_an_update_of_two_buckets_cannot_overlap_its_stages() -> None:
     small = Update(num_parameters=1_000_000, density=0.5)
     rates = dataclasses.replace(FREE, encode_s=100.0, decode_s=50.0)
     found = predict(small, cluster(num_replicas=1), rates)
