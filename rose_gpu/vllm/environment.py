@@ -9,8 +9,10 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import importlib.util
+import multiprocessing
 import os
 import sys
+import threading
 from pathlib import Path
 
 IN_PLACE_VARIABLE = "ROSE_VLLM_WEIGHTS_IN_PLACE"
@@ -84,6 +86,23 @@ def require_cuda(*, cuda_graphs: bool, sleep_mode: bool, kvcached: bool) -> None
             raise ValueError(f"{name}=True needs CUDA, but {installed_vllm()} runs on {current_platform.device_type}; leave it off")
     if kvcached and importlib.util.find_spec("kvcached") is None:
         raise ValueError("kvcached=True, but the package kvcached is not installed; install it or leave the option off")
+
+
+def end_with_parent() -> None:
+    """In a spawned worker: end when the process that spawned it does, however it ends. Elsewhere nothing.
+
+    vLLM's own watch begins when a worker is ready and waits for its step, which may wait for a rank that has ended already.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        remove_shared_memory(os.environ.get("VLLM_DIST_IDENT"))
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
 
 
 def remove_shared_memory(ident: str | None) -> None:

@@ -15,12 +15,14 @@ import numpy as np
 
 from common.transfer.bits import BITS_DTYPES
 from common.transfer.staging import StagedUpdate
+from rose_gpu.vllm.environment import end_with_parent
 from rose_gpu.vllm.plugin import keep_weights_in_place
 from rose_gpu.vllm.rank_methods import RankMethods, text_of_failure
 from rose_gpu.vllm.rank_weights import RankWeights
 from rose_gpu.vllm.update_file import read_update
 
 keep_weights_in_place()
+end_with_parent()
 
 
 class RoseWorkerExtension(RankMethods):
