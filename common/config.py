@@ -9,6 +9,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 DTYPES = ("float32", "bfloat16")
+BACKENDS = ("jetstream", "vllm")
 AGGREGATIONS = ("token", "sequence", "constant")
 
 
@@ -146,7 +147,50 @@ class TransferConfig:
     timeout_s: float = 60.0
     """How long nothing may arrive before a replica gives up staging and starts afresh."""
     verify: bool = True
-    """Compare each committed version with the learner's, bit by bit; replicas in the learner's process only."""
+    """Compare each committed version with the learner's, bit by bit, on every replica."""
+
+
+@dataclasses.dataclass
+class ReplicaConfig:
+    """One replica process: started by the run on its own machine, or attached to where `python -m scripts.serve` runs already."""
+
+    name: str = ""
+    """In logs and metrics, such as jetstream0."""
+    backend: str = "jetstream"
+    tensor_parallel: int = 1
+    """vllm only: ranks that share the model, each a process."""
+    address: str | None = None
+    """http(s)://HOST:PORT of a running one; None starts one."""
+    environment: ConfigDict = dataclasses.field(default_factory=ConfigDict)
+    """Variables for a process that is started: the devices it sees, its threads."""
+
+
+@dataclasses.dataclass
+class FleetConfig:
+    """Replica processes that share the rollouts. Without any, one replica in the learner's process does (sampler.backend)."""
+
+    replicas: list[ReplicaConfig] = dataclasses.field(default_factory=list)
+    start_timeout_s: float = 600.0
+    """For loading the model and compiling its steps."""
+    generate_timeout_s: float = 600.0
+    """For one turn; a replica that takes longer is given up and started again."""
+    sync_timeout_s: float = 600.0
+    """For one replica to stage a version, and to commit it; transfer.timeout_s ends it sooner when nothing arrives."""
+    max_restarts: int = 5
+    """Of one replica without a version in between, before the run goes on without it."""
+    rollout_token: str | None = None
+    """Of attached replicas, as file:/path or env:NAME; those that are started get tokens of the run's own."""
+    control_token: str | None = None
+    ca: str | None = None
+    """File of the certificate authority of replicas at https addresses, and of the learner's own store if that has TLS."""
+    store_host: str = "127.0.0.1"
+    """Under which the learner serves its weights to replicas: an address of its machine that they reach."""
+    store_port: int = 0
+    store_token: str | None = None
+    """As file:/path or env:NAME; attached replicas are started with the same (--store_token). None makes one of the run's own."""
+    store_certificate: str | None = None
+    """Files of a certificate chain and its key (PEM), to serve weights over TLS."""
+    store_key: str | None = None
 
 
 @dataclasses.dataclass
@@ -185,6 +229,7 @@ class Config:
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     transfer: TransferConfig = dataclasses.field(default_factory=TransferConfig)
+    fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
@@ -254,6 +299,43 @@ def _validate_learning(config: Config) -> None:
     _require(0 <= share <= 1, f"warmup.random_action_share={share} must lie in [0, 1]")
 
 
+def _validate_fleet(config: Config) -> None:
+    fleet = config.fleet
+    _require_positive("fleet", fleet, "start_timeout_s", "generate_timeout_s", "sync_timeout_s")
+    _require_not_negative("fleet", fleet, "max_restarts", "store_port")
+    names = [replica.name for replica in fleet.replicas]
+    for idx, replica in enumerate(fleet.replicas):
+        where = f"fleet.replicas[{idx}]"
+        _require(
+            replica.name.isidentifier(), f"{where}.name={replica.name!r} must be letters, digits and _, for instance jetstream{idx}"
+        )
+        _require(names.count(replica.name) == 1, f"{where}.name={replica.name!r} is given to two replicas; each needs its own")
+        _require_one_of(f"{where}.backend", replica.backend, BACKENDS)
+        _require_positive(where, replica, "tensor_parallel")
+        _require(
+            replica.backend == "vllm" or replica.tensor_parallel == 1,
+            f"{where}.tensor_parallel={replica.tensor_parallel} needs backend='vllm', not {replica.backend!r}",
+        )
+        if replica.address is not None:
+            _require(
+                replica.address.startswith(("http://", "https://")),
+                f"{where}.address={replica.address!r} is no address; write http://HOST:PORT",
+            )
+            _require(
+                None not in (fleet.rollout_token, fleet.control_token, fleet.store_token),
+                f"{where}.address={replica.address!r} needs fleet.rollout_token, control_token and store_token: what that replica "
+                "was started with, as file:/path or env:NAME",
+            )
+    _require(
+        fleet.store_host not in ("", "0.0.0.0", "::"),
+        f"fleet.store_host={fleet.store_host!r} is no address that replicas can be told; name one of this machine's",
+    )
+    _require(
+        (fleet.store_certificate is None) == (fleet.store_key is None),
+        "fleet.store_certificate and fleet.store_key belong together; give both or neither",
+    )
+
+
 def validate(config: Config) -> None:
     """Check a whole configuration once, before anything is built.
 
@@ -269,7 +351,7 @@ def validate(config: Config) -> None:
         "sampler", sampler, "max_slots", "max_context_tokens", "max_step_tokens", "tokens_per_sequence", "max_turn_tokens"
     )
     _require_positive("sampler", sampler, "page_tokens", "max_prefill_tiles", "tensor_parallel")
-    _require_one_of("sampler.backend", sampler.backend, ("jetstream", "vllm"))
+    _require_one_of("sampler.backend", sampler.backend, BACKENDS)
     for name, default in (("tensor_parallel", 1), ("own_process", False)):
         value = getattr(sampler, name)
         _require(
@@ -292,6 +374,7 @@ def validate(config: Config) -> None:
         )
     _require_positive("env", config.env, "turn_timeout_s")
     _require_positive("transfer", config.transfer, "anchor_interval", "timeout_s")
+    _validate_fleet(config)
     _require_positive("eval", config.eval, "num_tasks", "num_tasks_in_run")
     _require_not_negative("eval", config.eval, "interval")
     _require_positive("checkpoint", config.checkpoint, "interval", "warmup_interval", "keep")

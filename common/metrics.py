@@ -19,6 +19,9 @@ Scalar = float | int | str | bool
 TIME_METRICS = ("warmup_s", "rollout_s", "update_s", "publish_s", "checkpoint_s", "eval_s")
 """Wall seconds of the parts of a run, as they stand in its rows."""
 
+TOKENS_PREFIX = "tokens_"
+"""Before the name of a replica: how many tokens it sampled, where there are several."""
+
 
 class Stopwatch:
     """Seconds by name, for one row: `with watch.part("rollout_s"): ...`, then `watch.seconds`."""

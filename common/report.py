@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from common.metrics import TIME_METRICS, RunLog
+from common.metrics import TIME_METRICS, TOKENS_PREFIX, RunLog
 from common.types import Trajectory
 
 EVAL_MODES = {"sampled": "C0", "greedy": "C1"}
@@ -34,6 +34,7 @@ FILES = {
     "tensorboard/": "the same for TensorBoard",
     "checkpoints/": "what the same command goes on from",
     "model/": "the trained model in Hugging Face form",
+    "logs/": "what replica processes wrote, and what happened to them (runs with a fleet)",
 }
 
 
@@ -120,6 +121,20 @@ def _time_table(log: RunLog) -> list[str]:
     total_s = sum(parts.values())
     rows = [f"| {name} | {seconds:.1f} | {seconds / total_s:.0%} |" for name, seconds in parts.items()]
     return ["| part | seconds | share |", "|---|--:|--:|", *rows, f"| together | {total_s:.1f} | |", ""] if rows else []
+
+
+def _replica_table(log: RunLog) -> list[str]:
+    """How many tokens each of several replicas sampled for training; nothing of a run with one."""
+    tokens: dict[str, float] = {}
+    for row in log.rows:
+        for name, value in row.items():
+            if name.startswith(TOKENS_PREFIX):
+                tokens[name.removeprefix(TOKENS_PREFIX)] = tokens.get(name.removeprefix(TOKENS_PREFIX), 0) + float(value)
+    total = sum(tokens.values())
+    if not total:
+        return []
+    rows = [f"| {name} | {num:.0f} | {num / total:.0%} |" for name, num in tokens.items()]
+    return ["## Who sampled", "", "| replica | tokens | share |", "|---|--:|--:|", *rows, ""]
 
 
 def trajectory_markdown(trajectory: Trajectory) -> str:
@@ -230,7 +245,7 @@ def write_report(log: RunLog, workdir: Path, trajectories: Sequence[Trajectory])
     """
     plot_curves(log, workdir / "curves.png")
     parts = [f"# {headline(log)}", "", "![curves](curves.png)", "", *_success_table(log), "## Where the time went", ""]
-    parts += [*_time_table(log)]
+    parts += [*_time_table(log), *_replica_table(log)]
     for trajectory in choose_examples(trajectories):
         parts += [f"## A task that was {'' if trajectory.success else 'not '}solved", "", trajectory_markdown(trajectory), ""]
     parts += ["## Files", "", *(f"- `{name}`: {what}" for name, what in FILES.items()), ""]

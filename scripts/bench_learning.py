@@ -2,7 +2,8 @@
 
 Each seed is one whole run of scripts.train in a process and workdir of its own; the figures are read from that run's log, so a
 benchmark that was cut off goes on where it stopped. Rows: seed, sampled_before, sampled_after, greedy_before, greedy_after, each
-with its _stderr, the means of the last three evaluations, the mean share of bf16 elements that a version left unchanged, minutes.
+with its _stderr, the means of the last three evaluations, the mean share of bf16 elements that a version left unchanged, the share
+of tokens that each of several replicas sampled, minutes.
 
     python -m scripts.bench_learning --config=configs/frozenlake_cpu.py --seeds=3 --out=learning.json
 """
@@ -21,6 +22,7 @@ from ml_collections import config_flags
 
 from common.config import Config, validate
 from common.metrics import TIME_METRICS, Scalar, read_metrics
+from common.rollout.evaluate import token_shares
 from common.workdir import changed_fields
 from scripts import entry
 
@@ -48,6 +50,7 @@ def row_of(rows: list[dict[str, Scalar]], seed: int) -> dict[str, Scalar]:
         result[f"{mode}_last{LAST_EVALUATIONS}"] = statistics.fmean(last) if last else float("nan")
     unchanged = [float(row["bf16_unchanged_share"]) for row in rows if "bf16_unchanged_share" in row]
     result["bf16_unchanged"] = statistics.fmean(unchanged) if unchanged else float("nan")
+    result |= token_shares(rows)
     result["minutes"] = sum(float(value) for row in rows for name, value in row.items() if name in TIME_METRICS) / 60
     return result
 
@@ -88,8 +91,7 @@ def main() -> None:
     config = _CONFIG.value
     validate(config)
     config_path = config_flags.get_config_filename(flags.FLAGS[entry.CONFIG_FLAG])
-    arguments = [f"--config={config_path}"]
-    arguments += [argument for argument in sys.argv[1:] if argument.startswith(("--config.", "-config."))]
+    arguments = entry.config_arguments()
     base = Path(_WORKDIR.value or f"runs/bench_learning/{Path(config_path).stem}")
     rows = []
     for seed in range(_SEEDS.value):

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 from absl import flags
-from ml_collections import config_flags
 
 from common.config import validate
 from common.metrics import TIME_METRICS, read_metrics
@@ -80,8 +79,7 @@ def print_table(rows: list[dict[str, object]]) -> None:
 
 def main() -> None:
     validate(_CONFIG.value)
-    arguments = [f"--config={config_flags.get_config_filename(flags.FLAGS[entry.CONFIG_FLAG])}"]
-    arguments += [argument for argument in sys.argv[1:] if argument.startswith(("--config.", "-config."))]
+    arguments = entry.config_arguments()
     base = Path(str(_WORKDIR.value))
     reference, *killed = [base / name for name in ("left_alone", *(f"killed{kill_idx}" for kill_idx in range(_KILLS.value)))]
     for workdir in (reference, *killed):

@@ -175,6 +175,13 @@ def _config_arguments(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, fields
 
 
+def config_arguments(flag_values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """The arguments that gave this process its configuration, for another process that needs the same."""
+    path = config_flags.get_config_filename(flag_values[CONFIG_FLAG])
+    changed = [argument for argument in sys.argv[1:] if argument.startswith(("--config.", "-config."))]
+    return [f"--{CONFIG_FLAG}={path}", *changed]
+
+
 def _check_config_arguments(argv: Sequence[str], flag_values: flags.FlagValues) -> None:
     """Say in this project's words what the flag library would end a run with a traceback for.
 
@@ -207,9 +214,12 @@ def _check_config_arguments(argv: Sequence[str], flag_values: flags.FlagValues) 
 def _check_field(config: Config, name: str) -> None:
     holder: object = config
     done: list[str] = []
-    for part in name.split("."):
-        where = ".".join([CONFIG_FLAG, *done])
-        if isinstance(holder, ConfigDict):
+    for part in name.replace("[", ".[").split("."):
+        where = ".".join([CONFIG_FLAG, *done]).replace(".[", "[")
+        if isinstance(holder, list):
+            known = [f"[{idx}]" for idx in range(len(holder))]
+            fix = "add to the list in the configuration file"
+        elif isinstance(holder, ConfigDict):
             known = sorted(holder)
             fix = f"set it in the configuration file: {where}.{part} = ..."
         elif dataclasses.is_dataclass(holder):
@@ -221,5 +231,11 @@ def _check_field(config: Config, name: str) -> None:
             close = difflib.get_close_matches(part, known, n=1)
             hint = f"did you mean {close[0]}?" if close else fix
             raise UsageError(f"--config.{name}: {where} has no field {part}, it has {', '.join(known) or 'none'}; {hint}")
-        holder = holder[part] if isinstance(holder, ConfigDict) else getattr(holder, part)
+        match holder:
+            case list():
+                holder = holder[int(part[1:-1])]
+            case ConfigDict():
+                holder = holder[part]
+            case _:
+                holder = getattr(holder, part)
         done.append(part)

@@ -26,6 +26,7 @@ from rose_jax.learner import Learner
 from rose_jax.mesh import make_mesh
 from rose_jax.policy import Policy, build_policy
 from rose_jax.publishing import LearnerPublisher
+from scripts.fleet import open_fleet
 from scripts.replicas import TrainingReplica, make_replica
 
 
@@ -58,7 +59,7 @@ class Run:
         published, metrics = self.publisher.publish(self.learner)
         self.runner.sync_weights(self.learner.version)
         differing = self.replica.differing_tensors(published) if self.config.transfer.verify else []
-        assert not differing, f"version {self.learner.version}: the replica's {differing} are not what was published"
+        assert not differing, f"version {self.learner.version}: {differing} are not what was published"
         return metrics
 
     def evaluate_if_due(self) -> None:
@@ -116,7 +117,11 @@ def open_run(config: Config, workdir: Path, stack: contextlib.ExitStack) -> Run:
     store = MemoryStore()
     publisher = LearnerPublisher(config, store)
     stack.callback(publisher.close)
-    replica = make_replica("local", config, policy.model_config, store)
+    replica: TrainingReplica = (
+        open_fleet(config, workdir, store, stack)
+        if config.fleet.replicas
+        else make_replica("local", config, policy.model_config, store)
+    )
     return Run(
         config=config,
         workdir=workdir,

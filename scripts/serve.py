@@ -30,6 +30,7 @@ from common.rollout.environment import load_task_suite
 from common.serving.front.access import Tokens
 from common.serving.front.front import Front, Limits
 from common.serving.front.server import FrontServer, address_of, allow_many_connections, listen
+from common.serving.remote_process import end_with_owner
 from common.transfer.secrets import read_secret, server_tls
 from scripts import entry
 from scripts.engine_process import EngineProcess
@@ -65,6 +66,7 @@ _STEP_TOKENS = flags.DEFINE_integer(
     "tokens_per_step", 1, "Tokens of a sequence in one step of jetstream: more are faster and arrive in lumps.", flag_values=_FLAGS
 )
 _WARM_UP = flags.DEFINE_bool("warm_up", True, "Compile every step's program before the first call.", flag_values=_FLAGS)
+_OWNER_PID = flags.DEFINE_integer("owner_pid", None, "End when this process, which must be the parent, ends.", flag_values=_FLAGS)
 _ENGINE_FD = flags.DEFINE_integer("engine_fd", None, "For this command's own use.", flag_values=_FLAGS)
 
 
@@ -166,11 +168,14 @@ def write_ready_file(path: Path, report: dict[str, object]) -> None:
 def main() -> None:
     config = resolve(_CONFIG.value)
     if _ENGINE_FD.value is not None:
+        end_with_owner(os.getppid())  # also while it compiles and does not look at its channel
         from scripts.serve_engine import StoreOptions, run_engine
 
         store = StoreOptions(address=_STORE.value, token=_STORE_TOKEN.value, ca=_STORE_CA.value)
         run_engine(config, replica_id=_REPLICA_ID.value, channel_fd=_ENGINE_FD.value, store=store, warm_up=_WARM_UP.value)
         return
+    if _OWNER_PID.value is not None:
+        end_with_owner(_OWNER_PID.value)
     served, tokens, tls = served_model(config), read_tokens(), read_tls()
     allow_many_connections()
     with listen(_HOST.value, _PORT.value) as listener:

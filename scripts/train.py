@@ -2,8 +2,9 @@
 
     python -m scripts.train --config=configs/frozenlake_cpu.py --workdir=runs/frozenlake_cpu [--config.optim.lr=1e-4 ...]
 
-Everything goes to the workdir: config.json, metrics.jsonl, tensorboard/, checkpoints/, and at the end report.md with curves.png and
-the trained model in Hugging Face form under model/. The same command again goes on from the newest whole checkpoint.
+Everything goes to the workdir: config.json, metrics.jsonl, tensorboard/, checkpoints/, logs/ of replica processes, and at the end
+report.md with curves.png and the trained model in Hugging Face form under model/. The same command again goes on from the newest
+whole checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from common.metrics import Stopwatch
 from common.progress import progress_bar
 from common.report import summary_lines, write_report
 from common.rollout.demonstrations import WarmupDemonstrations
-from common.rollout.evaluate import rollout_metrics
+from common.rollout.evaluate import rollout_metrics, tokens_per_replica
 from common.types import Split
 from common.workdir import open_workdir
 from rose_jax.advantages import score_groups
@@ -58,6 +59,7 @@ def train(config: Config, workdir: Path, stack: contextlib.ExitStack) -> None:
             with watch.part("publish_s"):
                 metrics |= run.publish()
             rollout = rollout_metrics(groups, runner.counters, watch.seconds["rollout_s"])
+            rollout |= tokens_per_replica(runner.counters_by_replica)
             log.write("train", learner.version, metrics | rollout | watch.seconds)
             if learner.version % config.checkpoint.interval == 0 or learner.version == config.num_versions:
                 run.save()

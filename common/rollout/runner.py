@@ -34,6 +34,11 @@ class RunningReplica(Replica, AbstractAsyncContextManager["RunningReplica"], Pro
     @property
     def counters(self) -> LoopCounters: ...
 
+    @property
+    def counters_by_replica(self) -> dict[str, LoopCounters]:
+        """The same for each replica of which it is made."""
+        ...
+
 
 OnTrajectory = Callable[[Trajectory], None]
 
@@ -55,6 +60,7 @@ class RolloutRunner:
         self.buffer = GroupBuffer(group_size=config.grpo.group_size)
         self.counters = replica.counters
         """What the replica computed in the newest call."""
+        self.counters_by_replica = replica.counters_by_replica
 
     def __enter__(self) -> RolloutRunner:
         self._event_loop.run(self._stack.enter_async_context(self._replica))
@@ -144,7 +150,10 @@ class RolloutRunner:
             cache_namespace=namespace,
         )
         before = dataclasses.replace(self._replica.counters)
+        before_by_replica = {name: dataclasses.replace(each) for name, each in self._replica.counters_by_replica.items()}
         try:
             return self._event_loop.run(work(play))
         finally:
             self.counters = self._replica.counters.since(before)
+            by_replica = self._replica.counters_by_replica
+            self.counters_by_replica = {name: each.since(before_by_replica[name]) for name, each in by_replica.items()}

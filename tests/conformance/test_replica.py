@@ -22,7 +22,7 @@ from common.transfer.store.directory import DirectoryStore
 from common.types import FinishReason, Request, SamplingKey, SamplingParams
 from tests.common.serving.fake_replica import VOCAB_SIZE, FakeEngineTarget, FakeServer, NotingEngine, local_replica
 
-STEP_S = 0.005
+STEP_S = 0.003
 """Long enough that a call that follows a request finds it running."""
 
 
@@ -34,7 +34,7 @@ class Setup:
         self.store = DirectoryStore(folder)
         self.publisher = Publisher(self.store)
         self.engine = NotingEngine(**engine)
-        self.engine.step_s = STEP_S
+        self.engine.step_s = STEP_S if kind == "remote" else 0.0
         self.target = FakeEngineTarget(self.engine)
 
     @contextlib.asynccontextmanager

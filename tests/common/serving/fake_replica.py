@@ -32,6 +32,7 @@ from common.serving.front.engine_server import EngineServer
 from common.serving.front.front import Front, Limits
 from common.serving.front.server import FrontServer, address_of, listen
 from common.serving.remote import RemoteAddress
+from common.serving.remote_process import end_with_owner
 from common.serving.replica import LocalReplica
 from common.transfer.secrets import Secret, read_secret
 from common.transfer.staging import StagedUpdate
@@ -176,8 +177,10 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE)
     parser.add_argument("--max_context_tokens", type=int, default=64)
     parser.add_argument("--step_s", type=float, default=0.0)
+    parser.add_argument("--owner_pid", type=int, required=True)
     parser.add_argument("--refuse", default=None, help="Say this and end instead of serving.")
     arguments = parser.parse_args()
+    end_with_owner(arguments.owner_pid)
     if arguments.refuse is not None:
         sys.exit(arguments.refuse)
     store_token = read_secret(arguments.store_token) if arguments.store_token else None

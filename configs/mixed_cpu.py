@@ -1,0 +1,25 @@
+"""FrozenLake 4x4 learnt by one learner from two replica processes at once, one of JetStream and one of vLLM.
+
+Hardware: 2 CPU cores, 5 GB; needs `make serve-env`. Duration: unmeasured.
+Expected (500 held-out maps, 3 seeds): unmeasured.
+Command: make train CONFIG=configs/mixed_cpu.py
+"""
+
+from common.config import Config, ReplicaConfig
+from configs import frozenlake_cpu
+
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Two engines and a learner share two cores: threads of one would only wait for those of another."""
+
+
+def get_config() -> Config:
+    config = frozenlake_cpu.get_config()
+    for backend in ("jetstream", "vllm"):
+        replica = ReplicaConfig(name=backend, backend=backend)
+        replica.environment.update(ONE_THREAD)
+        config.fleet.replicas.append(replica)
+    return config
