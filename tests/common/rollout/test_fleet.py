@@ -156,6 +156,7 @@ def test_a_turn_cut_off_by_a_replicas_end_is_played_elsewhere_and_the_replica_co
     run(work())
 
 
+@pytest.mark.slow
 def test_a_replica_that_comes_back_between_versions_takes_the_newest_from_the_store(farm: Farm) -> None:
     async def work() -> None:
         doomed = farm.process("doomed")
@@ -173,6 +174,7 @@ def test_a_replica_that_comes_back_between_versions_takes_the_newest_from_the_st
     run(work())
 
 
+@pytest.mark.slow
 def test_a_replica_that_answers_nothing_any_more_is_started_again(farm: Farm) -> None:
     async def work() -> None:
         stuck = farm.process("stuck", generate_s=1.0)
@@ -219,6 +221,7 @@ def test_when_no_replica_is_left_whatever_waits_fails_with_the_reasons(farm: Far
     run(work())
 
 
+@pytest.mark.slow
 def test_restarts_are_bounded(farm: Farm) -> None:
     async def work() -> None:
         dying = farm.process("dying")
@@ -261,6 +264,7 @@ def test_a_version_that_cannot_be_staged_is_an_error_and_the_one_before_is_serve
     run(work())
 
 
+@pytest.mark.slow
 def test_live_weights_are_compared_bit_by_bit_on_every_replica(farm: Farm) -> None:
     weights = farm.publish(1)
     fleet = farm.fleet(farm.process("first"), farm.process("second"))
@@ -277,6 +281,7 @@ def test_live_weights_are_compared_bit_by_bit_on_every_replica(farm: Farm) -> No
             runner.run(fleet.__aexit__())
 
 
+@pytest.mark.slow
 def test_draining_lets_turns_end_and_refuses_new_ones(farm: Farm) -> None:
     async def work() -> None:
         async with farm.running(farm.process("only", "--step_s=0.01")) as fleet:
