@@ -169,11 +169,13 @@ class ReplicaFleet:
         """Commit on every replica that is up; the fleet serves that version from then on, and others once they have caught up."""
         if self._staged is None:
             raise ReplicaUnavailableError("the fleet has nothing to commit; stage a version first")
-        self._version, self._expected = self._staged, None
-        for member, version in await self._on_each(lambda replica: replica.commit()):
+        staged = self._staged
+        committed = await self._on_each(lambda replica: replica.commit())
+        self._version, self._expected = staged, None
+        for member, version in committed:
             member.version, member.num_failures = version, 0
         self._tell()
-        return self._version
+        return staged
 
     def differing_tensors(self, published: Mapping[str, np.ndarray]) -> list[str]:
         """REPLICA/TENSOR of live tensors whose bits are not those published. Who catches up later is held to them too.
