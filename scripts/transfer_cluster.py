@@ -57,6 +57,7 @@ def measure(*, quick: bool) -> list[Row]:
         return []
     shapes = shapes_150_mb()
     calibration = calibrate(shapes)
+    cores = _cores(calibration[min(UNCHANGED)])
     one_receiver: dict[float, float] = {}
     rows: list[Row] = []
     for num_replicas in (1, 4) if quick else (1, 4, 16):
@@ -64,7 +65,7 @@ def measure(*, quick: bool) -> list[Row]:
             for row in _rows(shapes, num_replicas, how):
                 unchanged, link_bytes = float(str(row["unchanged"])), float(str(row["bytes_on_link"]))
                 row["bytes_over_one_receiver"] = link_bytes / one_receiver.setdefault(unchanged, link_bytes)
-                predicted = _predict(row, calibration[unchanged])
+                predicted = _predict(row, calibration[unchanged], cores)
                 row |= {"predicted_s": predicted.seconds, "predicted_bytes": predicted.slow_link_bytes, "limit": predicted.limit}
                 rows.append(row)
                 print("  sync", row, flush=True)
@@ -98,7 +99,15 @@ def calibrate(shapes: Shapes) -> dict[float, Row]:
     return best
 
 
-def _predict(row: Row, calibration: Row) -> Prediction:
+def _cores(calibration: Row) -> float:
+    """Cores that the replicas really had: other tenants of the machine take their share."""
+    cpu_s = calibration["cpu_split"]
+    assert isinstance(cpu_s, dict)
+    busy_s = float(str(calibration["seconds"])) - float(str(calibration["encode_s"]))
+    return min(float(NUM_CORES), max(1.0, cpu_s["receivers"] / busy_s))
+
+
+def _predict(row: Row, calibration: Row, cores: float) -> Prediction:
     """What the cost model says of a row, given the machine's rates and nothing of the row's own figures."""
     num_parameters = sum(math.prod(shape) for shape in shapes_150_mb().values())
     update = Update(num_parameters=num_parameters, density=1 - float(str(row["unchanged"])))
@@ -114,7 +123,7 @@ def _predict(row: Row, calibration: Row) -> Prediction:
         host_gbit_s=LOOPBACK_GBIT_S,
         relay=row["how"] != DIRECT,
         fan_out=FAN_OUT if row["how"] == PEERS else None,
-        shared_cores=NUM_CORES,
+        shared_cores=cores,
     )
     return predict(update, cluster, rates)
 

@@ -281,9 +281,8 @@ class RelayStore:
             self._closed.wait(RETRY_S)
         with self._lock:
             if flight.num_readers == 0 or self._closed.is_set():
-                del self._flights[
-                    flight.head, flight.name, flight.front_bytes
-                ]  # under the same lock, so that nobody joins a flight that ends
+                # Under the same lock as _join, so that nobody joins a flight that ends.
+                del self._flights[flight.head, flight.name, flight.front_bytes]
                 raise error
         if self._head(flight.head.key) != flight.head:
             raise gone(flight.head.key)

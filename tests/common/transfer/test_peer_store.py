@@ -34,6 +34,7 @@ from common.transfer.subscriber import Subscriber
 from common.transfer.target import NumpyTarget
 from common.types import Request, SamplingKey, SamplingParams
 from tests.common.transfer.models import assert_equal_bits, blank, make_model, small_step
+from tests.common.transfer.test_stores import head
 from tests.common.transfer.test_sync import fine_layout
 
 VOCAB_SIZE = 20
@@ -249,17 +250,17 @@ def test_a_forged_bucket_of_an_open_update_is_given_up_when_the_manifest_comes(c
     bucket, other = (memoryview(b"".join(BucketWriter(digests=digests).finish()[0])) for digests in (True, False))
     liar = Impostor(cluster, Meddler(cluster.relay, lambda key, content, _: other), "liar")
     cluster.add("p1")
-    head = dataclasses.replace(cluster.publisher._head(1, 0), num_buckets=1)
-    cluster.upstream.open(head)
-    cluster.upstream.put(head.key, "b00000", [bucket])
+    opened = dataclasses.replace(head(1, 0), num_buckets=1)
+    cluster.upstream.open(opened)
+    cluster.upstream.put(opened.key, "b00000", [bucket])
     store = cluster.peers["p1"].store
-    assert store.read(head.key, "b00000", timeout_s=5.0) == other
-    manifest = Manifest(head=head, buckets=(check_bucket(bucket),), fingerprints={}, changed_elements=0)
-    cluster.upstream.seal(head.key, manifest.to_bytes(KEY))
+    assert store.read(opened.key, "b00000", timeout_s=5.0) == other
+    manifest = Manifest(head=opened, buckets=(check_bucket(bucket),), fingerprints={}, changed_elements=0)
+    cluster.upstream.seal(opened.key, manifest.to_bytes(KEY))
     deadline_s = time.monotonic() + 20
-    while store.read(head.key, "b00000", timeout_s=5.0) != bucket and time.monotonic() < deadline_s:
+    while store.read(opened.key, "b00000", timeout_s=5.0) != bucket and time.monotonic() < deadline_s:
         time.sleep(0.02)
-    assert store.read(head.key, "b00000", timeout_s=5.0) == bucket
+    assert store.read(opened.key, "b00000", timeout_s=5.0) == bucket
     assert cluster.peers["p1"].parent_name is None
     liar.close()
 
@@ -298,8 +299,7 @@ def test_a_parent_that_never_sends_is_left_for_the_relay(cluster: Cluster) -> No
 
 def test_a_learner_that_pauses_is_no_peers_fault(token: Secret) -> None:
     cluster = Cluster(token, fan_out=1)
-    head = cluster.publisher._head(1, 0)
-    cluster.upstream.open(head)
+    cluster.upstream.open(head(1, 0))
     for name in ("p0", "p1"):
         cluster.add(name)
     key = UpdateKey(1, UpdateKind.DELTA)

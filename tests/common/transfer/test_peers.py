@@ -162,3 +162,13 @@ def test_the_registry_names_the_parent_and_forgets_who_is_silent() -> None:
 def test_the_registry_refuses_what_no_peer_says(change: dict[str, object]) -> None:
     with pytest.raises(MalformedUpdateError):
         PeerRegistry(2).on_peer(hello("a") | change)
+
+
+def test_a_clock_that_jumps_throws_nobody_out_who_is_still_heard() -> None:
+    tree = tree_of(5)
+    for now_s in (5.0, 1.0, -100.0, 6.0):
+        for i in range(5):
+            tree.on_event(Seen(f"p{i}"), now_s)
+        assert len(tree.parents) == 5
+    tree.on_event(Seen("p0"), 1e6)
+    assert tree.parents == {"p0": None}
