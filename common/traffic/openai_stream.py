@@ -154,7 +154,10 @@ async def _exchange(
 async def _body(reader: asyncio.StreamReader, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
     if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
         while True:
-            size = int((await reader.readline()).split(b";")[0] or b"0", 16)
+            line = await reader.readline()
+            if not line.strip():
+                raise asyncio.IncompleteReadError(line, None)  # the server went away in the middle
+            size = int(line.split(b";")[0], 16)
             if size == 0:
                 return
             yield await reader.readexactly(size)
