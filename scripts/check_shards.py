@@ -11,6 +11,7 @@ a tensor differs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from absl import flags
@@ -67,17 +67,23 @@ class Role:
             raise RuntimeError(f"{self.name} ended with exit code {self._process.wait(CLOSE_TIMEOUT_S)}; see its text above")
         return json.loads(line)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Tell the process to end, and do not wait: those of one learner end together or not at all."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-            self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        self.end()
+        for stop in (self._process.terminate, self._process.kill):
+            try:
+                self._process.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                stop()
+        self._process.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(name: str, arguments: Sequence[str], num_devices: int) -> Iterator[Role]:
     role = Role(name, arguments, num_devices)
     try:
@@ -92,13 +98,15 @@ def check(folder: Path, *, num_versions: int, replicas: Sequence[str]) -> list[R
     server = StoreServer(MemoryStore(), token=read_secret(TOKEN_SOURCE))
     rows: list[Row] = []
     try:
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             coordinator = f"127.0.0.1:{_free_port()}"
             learners = [
                 stack.enter_context(running(f"learner {i}", ["learner", str(i), coordinator, server.url], DEVICES_EACH))
                 for i in range(NUM_PROCESSES)
             ]
             followers = [stack.enter_context(running(name, [name, server.url], 2)) for name in replicas]
+            for role in (*learners, *followers):
+                stack.callback(role.end)  # before any of them is waited for
             for follower in followers:
                 follower.answer()
             for version in range(1, num_versions + 1):
