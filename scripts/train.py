@@ -63,7 +63,7 @@ def train(config: Config, workdir: Path, stack: contextlib.ExitStack) -> None:
             log.write("train", learner.version, metrics | rollout | watch.seconds)
             if learner.version % config.checkpoint.interval == 0 or learner.version == config.num_versions:
                 run.save()
-            train_bar.advance(success=rollout["rollout_success"], tokens_per_s=rollout["rollout_tokens_per_s"])
+            train_bar.advance(success=float(rollout["rollout_success"]), tokens_per_s=float(rollout["rollout_tokens_per_s"]))
     run.evaluate_if_due()
 
     run.export_model()

@@ -126,7 +126,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_turn_cut_off_by_a_replicas_end_is_played_elsewhere_and_the_replica_comes_back(farm: Farm, how: signal.Signals) -> None:
     async def work() -> None:
         doomed = farm.process("doomed", "--step_s=0.02")
