@@ -61,7 +61,7 @@ class SamplerConfig:
     """The engine that generates. `max_context_tokens` bounds prompt + completion of one request."""
 
     backend: str = "jetstream"
-    """jetstream (JAX) or vllm, which needs `make serve-env` and has been tried in tiny training runs only."""
+    """jetstream (JAX) or vllm, which needs `make serve-env`."""
     tensor_parallel: int = 1
     """vllm only: ranks that share the model, each a process."""
     own_process: bool = False
