@@ -47,6 +47,7 @@ def learner_config() -> Config:
     config.optim.lr = 1e-6
     config.optim.schedule = "constant"
     config.optim.accumulation_steps = 64  # one row of at most 8,192 tokens a chip at a time
+    config.transfer.verify = False  # reads 16 GB a version on each replica; manifests are checked all the same
     config.eval.num_tasks = 200
     config.fleet.rollout_token = "file:/etc/rose/rollout_token"
     config.fleet.control_token = "file:/etc/rose/control_token"
