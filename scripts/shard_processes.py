@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from common.transfer.store.http_client import HttpStore
 from common.types import Request, SamplingKey, SamplingParams
 
 TOKEN_SOURCE = "env:ROSE_STORE_TOKEN"
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 512,
     "num_layers": 2,
