@@ -28,12 +28,15 @@ def test_a_relay_serves_a_folder_keeps_a_cache_and_ends_on_sigterm(tmp_path: Pat
     publisher.close()
     flags = [f"--upstream={tmp_path / 'learner'}", f"--token=file:{token}", f"--cache={tmp_path / 'cache'}", "--fan_out=2"]
     process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    store = HttpStore(json.loads(process.stdout.readline())["url"], token=read_secret(f"file:{token}"))
-    assert_equal_bits(follow(store, model), model)
-    assert store.post("/peer", {"name": "p0", "url": "http://p0:1", "leaving": False, "reports": []}) == {"parent": None}
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=30)
+    try:
+        assert process.stdout is not None
+        store = HttpStore(json.loads(process.stdout.readline())["url"], token=read_secret(f"file:{token}"))
+        assert_equal_bits(follow(store, model), model)
+        assert store.post("/peer", {"name": "p0", "url": "http://p0:1", "leaving": False, "reports": []}) == {"parent": None}
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert said.strip().endswith("What is in the cache stays for the next start.")
     assert (tmp_path / "cache/v0/anchor/b00000").exists()
