@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rose_jax.jetstream.engine_api import DecodeState, DriverConfig, Qwen3Engine
 from rose_jax.jetstream.head_engine_api import HeadQwen3Engine
+from tests.rose_jax.jetstream import driver_process
 from tests.rose_jax.jetstream.serving_data import MODEL, forward_logprobs, params, prompt
 
 CONFIG = DriverConfig(max_slots=3, max_context_tokens=64, temperature=0.0)
@@ -103,3 +109,15 @@ def test_the_properties_a_driver_reads() -> None:
     assert engine.colocated_cpus is None
     with pytest.raises(ValueError, match="tokenizer="):
         engine.build_tokenizer(None)
+
+
+@pytest.mark.slow
+def test_the_stock_driver_serves_the_adapter() -> None:
+    if importlib.util.find_spec("jetstream") is None:
+        pytest.skip("google-jetstream is not installed: see requirements/serve-cpu.txt")
+    command = [sys.executable, "-m", "tests.rose_jax.jetstream.driver_process"]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert finished.returncode == 0, finished.stderr
+    answer = json.loads(finished.stdout.splitlines()[-1])
+    assert answer["missing"] == []
+    assert answer["tokens"] == [greedy(token_ids, driver_process.NUM_TOKENS) for token_ids in driver_process.PROMPTS]

@@ -23,6 +23,7 @@ CONFIG = JetStreamConfig(
     max_prefill_tiles=3,
     row_buckets=(3,),
     tile_buckets=(3,),
+    context_buckets=(8, 24),
     num_chunks=2,
     min_chunks=1,
     pages_per_chunk=7,

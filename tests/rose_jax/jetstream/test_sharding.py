@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.config import MeshConfig
-from common.serving.engine import StaleCache
+from common.serving.engine import StaleCache, StepLimits
 from rose_jax.mesh import make_mesh
 from tests.rose_jax.jetstream.serving_data import SMALL, check_against_forward, make_engine, make_request, params, prompt, serve
 
@@ -18,11 +18,15 @@ def test_two_devices_serve_what_one_does() -> None:
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=2))
     engine = make_engine(dataclasses.replace(SMALL, stale_cache=StaleCache.DROP), mesh=mesh)
     requests = [make_request(f"r{idx}", prompt(5 + 9 * idx, seed=idx), trajectory_id=idx, max_tokens=6) for idx in range(5)]
-    completions = serve(engine, requests)
-    single = serve(make_engine(SMALL), requests)
+    with_options = make_request("options", prompt(12, seed=7), trajectory_id=7, top_p=0.8, num_top_logprobs=3)
+    single = serve(make_engine(SMALL), [*requests, with_options])
+    completions = serve(engine, [*requests, with_options])
+    ahead = serve(engine, requests, StepLimits(max_tokens=1024, tokens_per_sequence=8))
+    assert completions["options"].token_ids == single["options"].token_ids
     for request in requests:
-        assert completions[request.request_id].token_ids == single[request.request_id].token_ids
-        check_against_forward(request, completions[request.request_id])
+        for completion in (completions[request.request_id], ahead[request.request_id]):
+            assert completion.token_ids == single[request.request_id].token_ids
+            check_against_forward(request, completion)
     chunk = engine._runner._caches[0][0]
     assert chunk.sharding.num_devices == 2
     assert chunk.addressable_shards[0].data.shape[2] == chunk.shape[2] // 2
