@@ -44,6 +44,9 @@ SETTLE_S = 3.0
 MAX_MEMORY_GROWTH_BYTES = 64 << 20
 """Between the first third of the mixed part and its end: allocators keep what one peak needed, a leak goes on."""
 
+MAX_EXTRA_FILES = 2
+"""The connection of the reading itself may be on its way out."""
+
 MALFORMED = (
     b"",
     b"{",
@@ -225,7 +228,7 @@ def problems(tallies: dict[str, Tally], before: Reading, settled: Reading, last:
     if (last.running, last.waiting, last.used_cache_tokens) != (0, 0, 0):
         found.append(f"slots or cache were not given back: {last}")
     for name in last.open_files:
-        if last.open_files[name] > before.open_files[name]:
+        if last.open_files[name] > before.open_files[name] + MAX_EXTRA_FILES:
             found.append(f"{name}: {last.open_files[name]} open files, {before.open_files[name]} before")
         growth_bytes = last.rss_bytes[name] - settled.rss_bytes[name]
         if growth_bytes > MAX_MEMORY_GROWTH_BYTES:
