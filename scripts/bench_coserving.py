@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -52,27 +53,44 @@ _BACKEND = flags.DEFINE_enum("backend", "jetstream", BACKENDS, "Engines of both 
 _TRACE = flags.DEFINE_string(
     "trace", "azure2023_code_burst10min_pub", f"{', '.join(packaged_traces())}, or a CSV file of that form.", flag_values=_FLAGS
 )
-_VARIANTS = flags.DEFINE_list("variants", list(VARIANTS), "Which to run; serving_alone always is.", flag_values=_FLAGS)
+_VARIANTS = flags.DEFINE_list(
+    "variants",
+    [variant for variant in VARIANTS if variant != "ours_commit"],
+    f"Which of {', '.join(VARIANTS)} to run; serving_alone always is, priority needs vllm.",
+    flag_values=_FLAGS,
+)
 _WINDOW = flags.DEFINE_list("window", None, "START,END in seconds of the scaled trace.", flag_values=_FLAGS)
 _TIME = flags.DEFINE_float("time", None, "Stretch arrivals by this; default: known for packaged traces.", flag_values=_FLAGS)
-_LENGTHS = flags.DEFINE_float("lengths", None, "Scale lengths by this; default likewise.", flag_values=_FLAGS)
-_REPEATS = flags.DEFINE_integer("repeats", 2, "Of each variant that is compared closely.", lower_bound=1, flag_values=_FLAGS)
+_PROMPTS = flags.DEFINE_float("prompts", None, "Scale the lengths of prompts by this; default likewise.", flag_values=_FLAGS)
+_OUTPUTS = flags.DEFINE_float("outputs", None, "Scale the lengths of outputs by this; default likewise.", flag_values=_FLAGS)
+_REPEATS = flags.DEFINE_integer("repeats", None, "Default: as many as it takes to 1,000 requests.", flag_values=_FLAGS)
 _QUICK = flags.DEFINE_bool("quick", False, "A short window, once each: at most 6 minutes.", flag_values=_FLAGS)
 _RESUME = flags.DEFINE_bool("resume", False, "Go on with the rows that --out holds.", flag_values=_FLAGS)
 _OUT = flags.DEFINE_string("out", None, 'JSON file to write {"rows": [...], "pooled": [...]} to.', flag_values=_FLAGS)
 _TRACES_OUT = flags.DEFINE_string("decisions", None, "Folder for decision traces (Perfetto) of ours.", flag_values=_FLAGS)
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How a trace is replayed: see Trace.scaled; `window_s` from its beginning on, after scaling."""
+
+    time: float
+    prompts: float
+    outputs: float
+    window_s: float
+
+
 SCALES = {
-    ("jetstream", "azure2023_code_burst10min_pub"): (1.0, 0.17),
-    ("jetstream", "azure2023_conv_pub"): (1.0, 0.08),
-    ("vllm", "azure2023_code_burst10min_pub"): (1.0, 0.17),
-    ("vllm", "azure2023_conv_pub"): (1.0, 0.08),
+    "azure2023_code_burst10min_pub": Scale(time=1.0, prompts=0.05, outputs=0.3, window_s=100.0),
+    "azure2023_conv_pub": Scale(time=1.3, prompts=0.05, outputs=0.1, window_s=87.0),
 }
-"""(time, lengths) with which serving alone is busy 40-55 % on one core of a 2.6 GHz EPYC."""
+"""With these serving alone is busy 40-55 % on one 2.6 GHz EPYC core, and a default run ends in 25 minutes. Prompts shrink more than
+outputs: on this core a decode step costs as much as 40 prompt tokens, on an accelerator that serves an 8B model some hundreds."""
 BUSY = (0.40, 0.55)
 """Between an idle device, on which everything works, and one that has nothing to lend."""
-WINDOWS = {False: 105.0, True: 25.0}
-"""Seconds of a repeat, default and --quick."""
+QUICK_WINDOW_S = 25.0
+NUM_REQUESTS = 1000
+"""Pooled over repeats, for variants that are compared closely."""
 STREAM_COUNTS = (16, 32, 64)
 ALONE_S = {False: 12.0, True: 6.0}
 UNLOADED_REPEATS = 5
@@ -112,9 +130,11 @@ def rollout_lengths() -> list[list[Any]]:
 
 def trace_of_flags() -> Trace:
     trace = load_trace(_TRACE.value)
-    time_scale, length_scale = SCALES.get((_BACKEND.value, trace.name), (1.0, 1.0))
-    trace = trace.scaled(time=_TIME.value or time_scale, lengths=_LENGTHS.value or length_scale)
-    start_s, end_s = 0.0, WINDOWS[_QUICK.value]
+    scale = SCALES.get(trace.name, Scale(time=1.0, prompts=1.0, outputs=1.0, window_s=trace.span_s))
+    trace = trace.scaled(
+        time=_TIME.value or scale.time, prompts=_PROMPTS.value or scale.prompts, outputs=_OUTPUTS.value or scale.outputs
+    )
+    start_s, end_s = 0.0, QUICK_WINDOW_S if _QUICK.value else scale.window_s
     if _WINDOW.value is not None:
         try:
             start_s, end_s = map(float, _WINDOW.value)
@@ -123,7 +143,7 @@ def trace_of_flags() -> Trace:
     trace = trace.window(start_s, min(end_s, trace.span_s))
     longest = SHAPES[Side.SERVING].max_context_tokens
     if trace.longest_context > longest:
-        raise ValueError(f"{trace.description} has a request of {trace.longest_context} tokens, above {longest}; lower --lengths")
+        raise ValueError(f"{trace.description} has a request of {trace.longest_context} tokens, above {longest}; lower --prompts")
     return trace
 
 
@@ -259,9 +279,9 @@ def open_report(out: Path | None, trace: Trace) -> Row:
     return held
 
 
-def plan(variants: list[str]) -> Iterator[tuple[str, int]]:
+def plan(variants: list[str], num_requests: int) -> Iterator[tuple[str, int]]:
     """Which variant runs when: alternating, serving_alone first, since the others' objectives come from it."""
-    repeats = 1 if _QUICK.value else _REPEATS.value
+    repeats = _REPEATS.value or (1 if _QUICK.value else -(-NUM_REQUESTS // num_requests))
     for repeat in range(repeats):
         for variant in variants:
             if repeat == 0 or variant not in FEW_REQUESTS:
@@ -271,7 +291,7 @@ def plan(variants: list[str]) -> Iterator[tuple[str, int]]:
 async def bench(trace: Trace, variants: list[str], report: Row, out: Path | None, folder: Path) -> Row:
     lengths = rollout_lengths()
     vocab_size = tokenizer().vocab_size
-    todo = list(plan(variants))
+    todo = list(plan(variants, len(trace.requests)))
     async with contextlib.AsyncExitStack() as stack:
         served = await stack.enter_async_context(CoServed(_BACKEND.value, folder, vocab_size=vocab_size))
         idle = None
@@ -325,7 +345,9 @@ def main() -> None:
     print(f"{_BACKEND.value}, {report['trace']}: {len(trace.requests)} requests a repeat")
     if report.get("pooled"):
         busy = report["rows"][-1]["busy_share_alone"]
-        hint = "" if BUSY[0] <= busy <= BUSY[1] else f", outside {BUSY[0]:.0%} to {BUSY[1]:.0%}: change --time or --lengths"
+        hint = (
+            "" if BUSY[0] <= busy <= BUSY[1] else f", outside {BUSY[0]:.0%} to {BUSY[1]:.0%}: change --time, --prompts or --outputs"
+        )
         print(f"serving alone is busy {busy:.0%}{hint}")
         print(table(report["pooled"]))
 

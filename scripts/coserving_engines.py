@@ -102,6 +102,7 @@ def _jetstream(side: Side, vocab_size: int) -> tuple[StepEngine[Any], WeightTarg
         max_context_tokens=shape.max_context_tokens,
         max_prefill_tiles=shape.max_step_tokens // 16,
         max_step_draws=1,
+        row_buckets=(shape.max_slots // 4, shape.max_slots // 2, shape.max_slots),
     )
     engine = JetStreamEngine(config, model_config, params, version=0, name=f"jetstream-{side}")
     engine.warm_up()

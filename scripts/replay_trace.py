@@ -1,6 +1,6 @@
 """Replay traces of online traffic against OpenAI-compatible servers, and say which latency objectives were met.
 
-    python -m scripts.replay_trace --url=http://127.0.0.1:8000 --trace=azure2023_conv_pub --lengths=0.1 --time=2 --window=0,60
+    python -m scripts.replay_trace --url=http://127.0.0.1:8000 --trace=azure2023_conv_pub --time=2 --prompts=0.1 --window=0,60
 
 Open loop: each request is sent when the trace says. Several --trace run together, as services of one cluster, each against its
 --url (one --url serves all). Shows a bar, a table and, with --out=F.json, JSON rows and a plot beside it: TTFT, TPOT and gaps
@@ -39,7 +39,8 @@ _MODEL = flags.DEFINE_string("model", None, "Name of the model; default: the fir
 _KEY = flags.DEFINE_string("api_key_file", None, "File with the API key.", flag_values=_FLAGS)
 _WINDOW = flags.DEFINE_list("window", None, "START,END in seconds of the trace as it is stored; default: all.", flag_values=_FLAGS)
 _TIME = flags.DEFINE_float("time", 1.0, "Stretch the time between arrivals by this.", flag_values=_FLAGS)
-_LENGTHS = flags.DEFINE_float("lengths", 1.0, "Scale prompts and outputs by this.", flag_values=_FLAGS)
+_PROMPTS = flags.DEFINE_float("prompts", 1.0, "Scale the lengths of prompts by this.", flag_values=_FLAGS)
+_OUTPUTS = flags.DEFINE_float("outputs", 1.0, "Scale the lengths of outputs by this.", flag_values=_FLAGS)
 _TTFT_MS = flags.DEFINE_float("ttft_ms", 500.0, "Objective for the time to the first token.", flag_values=_FLAGS)
 _TPOT_MS = flags.DEFINE_float("tpot_ms", 150.0, "Objective for the mean time of each token after it.", flag_values=_FLAGS)
 _VOCAB = flags.DEFINE_integer("vocab_size", 64, "Prompts are random token ids below this.", lower_bound=2, flag_values=_FLAGS)
@@ -75,7 +76,7 @@ def traces_of_flags() -> list[Trace]:
             except ValueError as error:
                 raise ValueError(f"--window={','.join(_WINDOW.value)} must be START,END in seconds") from error
             trace = trace.window(start_s, end_s)
-        traces.append(trace.scaled(time=_TIME.value, lengths=_LENGTHS.value))
+        traces.append(trace.scaled(time=_TIME.value, prompts=_PROMPTS.value, outputs=_OUTPUTS.value))
     return traces
 
 

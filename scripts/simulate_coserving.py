@@ -33,6 +33,7 @@ from common.serving.fake import StepTiming
 from common.traffic.streams import RolloutStreams, TrajectoryLengths
 from common.traffic.trace import Trace, load_trace, packaged_traces
 from scripts import entry
+from scripts.bench_coserving import SCALES, Scale
 from scripts.coserving_rows import Measured, Row, compare, complete, latencies, quartiles, table
 
 _FLAGS = entry.flags_of(__name__)
@@ -47,8 +48,6 @@ _NOISE = flags.DEFINE_float("noise", 0.05, "Standard deviation of a step's time,
 _SEED = flags.DEFINE_integer("seed", 0, "Of noise and rollouts.", flag_values=_FLAGS)
 _OUT = flags.DEFINE_string("out", None, "JSON file for the pooled results.", flag_values=_FLAGS)
 
-SCALES = {"azure2023_code_burst10min_pub": (1.0, 0.17), "azure2023_conv_pub": (1.0, 0.08)}
-"""(time, lengths) with which serving alone is busy about half the time."""
 SWITCH_S = 0.4e-3
 OUTLIER_SHARE, OUTLIER_FACTOR = 0.002, 1.5
 """Steps that something else on the machine holds up."""
@@ -110,9 +109,9 @@ def lengths() -> list[TrajectoryLengths]:
 
 def trace_of(name: str) -> Trace:
     trace = load_trace(name)
-    time_scale, length_scale = SCALES.get(trace.name, (1.0, 1.0))
+    scale = SCALES.get(trace.name, Scale(time=1.0, prompts=1.0, outputs=1.0, window_s=trace.span_s))
     start_s, end_s = map(float, _WINDOW.value)
-    trace = trace.scaled(time=time_scale, lengths=length_scale)
+    trace = trace.scaled(time=scale.time, prompts=scale.prompts, outputs=scale.outputs)
     return trace.window(start_s, min(end_s, trace.span_s))
 
 

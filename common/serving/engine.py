@@ -83,6 +83,15 @@ class StepPlan:
     def num_tokens(self) -> int:
         return self.prefill_tokens + sum(entry.num_tokens for entry in self.decode)
 
+    @property
+    def computed(self) -> tuple[int, int, int]:
+        """(prefill tokens, decoded tokens, cached tokens that those look at) as the device computes them, padding included.
+
+        For predicting how long the step takes; the last one may be in units of the engine's own, the same for all its plans.
+        """
+        decode_tokens = sum(entry.num_tokens for entry in self.decode)
+        return self.prefill_tokens, decode_tokens, sum(entry.context_tokens * entry.num_tokens for entry in self.decode)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledToken:

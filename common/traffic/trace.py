@@ -54,18 +54,19 @@ class Trace:
         changes = (*self.changes, f"{start_s:g}-{end_s:g} s")
         return dataclasses.replace(self, requests=kept, span_s=min(end_s, self.span_s) - start_s, changes=changes)
 
-    def scaled(self, *, time: float = 1.0, lengths: float = 1.0) -> Trace:
-        """Arrivals `time` times as far apart, prompts and outputs `lengths` times as long (rounded up)."""
-        if not (time > 0 and lengths > 0 and math.isfinite(time) and math.isfinite(lengths)):
-            raise ValueError(f"time={time} and lengths={lengths} scale {self.name}; both must be greater than 0")
-        named = {"time": time, "lengths": lengths}
+    def scaled(self, *, time: float = 1.0, prompts: float = 1.0, outputs: float = 1.0) -> Trace:
+        """Arrivals `time` times as far apart, prompts and outputs `prompts` and `outputs` times as long (rounded up)."""
+        named = {"time": time, "prompts": prompts, "outputs": outputs}
+        for name, factor in named.items():
+            if not 0 < factor < math.inf:
+                raise ValueError(f"{name}={factor} scales {self.name}; it must be greater than 0")
         changes = (*self.changes, *(f"{name} x {factor:g}" for name, factor in named.items() if factor != 1.0))
         requests = tuple(
             dataclasses.replace(
                 request,
                 arrival_s=request.arrival_s * time,
-                prompt_tokens=math.ceil(request.prompt_tokens * lengths),
-                output_tokens=math.ceil(request.output_tokens * lengths),
+                prompt_tokens=math.ceil(request.prompt_tokens * prompts),
+                output_tokens=math.ceil(request.output_tokens * outputs),
             )
             for request in self.requests
         )

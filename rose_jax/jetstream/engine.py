@@ -27,7 +27,17 @@ from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.runner import StepRunner, WarmUp
 from rose_jax.jetstream.scheduler import Scheduler
 from rose_jax.jetstream.sequence import Piece, Sequence
-from rose_jax.jetstream.step_inputs import NO_STEP, NO_TOKEN, PackedStep, SlotTable, StepInputs, pack, pack_units
+from rose_jax.jetstream.step_inputs import (
+    NO_STEP,
+    NO_TOKEN,
+    ROW_PAGES,
+    TILE_TOKENS,
+    PackedStep,
+    SlotTable,
+    StepInputs,
+    pack,
+    pack_units,
+)
 from rose_jax.models.qwen3_config import Qwen3Config
 
 MIN_TEMPERATURE = 1e-5
@@ -39,6 +49,17 @@ class JetStreamPlan(StepPlan):
     """A plan with everything a StepRunner in another process needs to run it; `inputs` is None when there is nothing to compute."""
 
     inputs: StepInputs | None
+
+    @property
+    def computed(self) -> tuple[int, int, int]:
+        if self.inputs is None or self.inputs.num_units is not None:  # nothing, or always the same shape
+            return super().computed
+        num_chunks, num_rows, row_columns = self.inputs.rows.shape
+        num_tiles, num_pages = self.inputs.tiles.shape[1], row_columns - ROW_PAGES
+        tile_tokens = self.inputs.tiles.shape[2] - TILE_TOKENS - num_pages
+        num_rows *= max((entry.num_tokens for entry in self.decode), default=1)
+        context_tokens = (num_rows + num_tiles) * num_pages * tile_tokens
+        return num_chunks * num_tiles * tile_tokens, num_chunks * num_rows, num_chunks * context_tokens
 
 
 @dataclasses.dataclass(kw_only=True)

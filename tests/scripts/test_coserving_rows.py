@@ -81,7 +81,7 @@ def test_quartiles_split_prompts_evenly_and_equal_ones_not_at_all() -> None:
 def test_variants_alternate_and_serving_alone_comes_first() -> None:
     flags = bench_coserving._FLAGS
     flags(["test"])
-    order = list(bench_coserving.plan(["serving_alone", "naive", "idle_only", "ours"]))
+    order = list(bench_coserving.plan(["serving_alone", "naive", "idle_only", "ours"], 600))
     assert order == [
         ("serving_alone", 0),
         ("naive", 0),

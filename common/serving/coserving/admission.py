@@ -60,7 +60,7 @@ class AdmissionSettings:
     """
 
     spend_slack: bool = True
-    step_share: float = 0.25
+    step_share: float = 0.35
     tpot_share: float = 0.6
     max_tpot_rise: float = 50.0
     max_fixed_share: float = 0.35

@@ -137,7 +137,11 @@ class CoServedDevice:
                 request_class=request_class,
                 arrival_s=now_s if arrival_s is None else arrival_s,
             )
-            self._tell(event, now_s)
+            try:
+                self._tell(event, now_s)
+            except ValueError:  # its class has no objective
+                self.abort(side, request.request_id)
+                raise
 
     def abort(self, side: Side, request_id: str) -> None:
         self.engines[side].abort(request_id)
@@ -241,8 +245,10 @@ class CoServedDevice:
             commits = self._slice(self._commits[Side.ROLLOUT])
         else:
             self._parked = work is Work.PARK
-            if isinstance(engine, Parkable):
-                engine.park() if self._parked else engine.activate()
+            if isinstance(engine, Parkable) and self._parked:
+                engine.park()
+            elif isinstance(engine, Parkable):
+                engine.activate()
         self._last_side = Side.ROLLOUT
         now_s = self._clock.now_s()
         self.seconds[work] += now_s - started_s

@@ -35,33 +35,34 @@ SCALES = np.array([1.0, 1e2, 1e1, 1e4, 1e1, 1.0])
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepFeatures:
-    """What a step's duration depends on. `context_tokens` sums, over decoded tokens, the cached tokens each looks at."""
+    """What a step's duration depends on. `context_tokens` sums, over decoded tokens, the cached ones each looks at.
+
+    Counts are those of StepPlan.computed. Of prefill and decode tokens, `padding_tokens` are no request's.
+    """
 
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
     rounds: int = 1
     switched: bool = False
+    padding_tokens: int = 0
 
     @classmethod
     def of(cls, plan: StepPlan, *, switched: bool = False) -> StepFeatures:
-        decode_tokens = context_tokens = 0
-        rounds = 1
-        for entry in plan.decode:
-            decode_tokens += entry.num_tokens
-            context_tokens += entry.context_tokens * entry.num_tokens
-            rounds = max(rounds, entry.num_tokens)
+        prefill_tokens, decode_tokens, context_tokens = plan.computed
         return cls(
-            prefill_tokens=plan.prefill_tokens,
+            prefill_tokens=prefill_tokens,
             decode_tokens=decode_tokens,
             context_tokens=context_tokens,
-            rounds=rounds,
+            rounds=max((entry.num_tokens for entry in plan.decode), default=1),
             switched=switched,
+            padding_tokens=prefill_tokens + decode_tokens - plan.num_tokens,
         )
 
     @property
     def num_tokens(self) -> int:
-        return self.prefill_tokens + self.decode_tokens
+        """Those of requests."""
+        return self.prefill_tokens + self.decode_tokens - self.padding_tokens
 
     def vector(self) -> Float64[np.ndarray, "6"]:
         values = (1.0, self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds - 1, self.switched)

@@ -52,12 +52,12 @@ def test_a_window_starts_at_zero_and_is_declared() -> None:
 
 
 def test_scaling_keeps_every_request_and_is_declared() -> None:
-    trace = parse_trace(TEXT, name="t").scaled(time=2.0, lengths=0.25)
+    trace = parse_trace(TEXT, name="t").scaled(time=2.0, prompts=0.25, outputs=0.5)
     assert [request.arrival_s for request in trace.requests] == [1.0, 3.0, 8.0]
-    assert [(request.prompt_tokens, request.output_tokens) for request in trace.requests] == [(25, 3), (1, 1), (2, 1)]
-    assert (trace.span_s, trace.description) == (8.0, "t, time x 2, lengths x 0.25")
-    with pytest.raises(ValueError, match="lengths=0"):
-        trace.scaled(lengths=0)
+    assert [(request.prompt_tokens, request.output_tokens) for request in trace.requests] == [(25, 5), (1, 1), (2, 1)]
+    assert (trace.span_s, trace.description) == (8.0, "t, time x 2, prompts x 0.25, outputs x 0.5")
+    with pytest.raises(ValueError, match="outputs=0"):
+        trace.scaled(outputs=0)
 
 
 def test_the_packaged_traces_are_whole() -> None:

@@ -16,12 +16,12 @@ from common.serving.coserving.baselines import AlternatingPolicy
 from common.serving.coserving.decision_trace import DecisionTrace, events_from_lines, replay
 from common.serving.coserving.events import AdmissionPolicy, Side, Work
 from common.serving.coserving.executor import CoServedLoop, CoServingExecutor
-from common.serving.coserving.objectives import Objective
+from common.serving.coserving.objectives import Objective, Objectives
 from common.serving.engine import StepPlan, StepResult
 from common.serving.fake import FakeEngine
 from common.serving.fake_model import make_weights
 from common.types import Completion, FinishReason, Request, SamplingKey, SamplingParams
-from tests.common.serving.coserving.schedules import controller
+from tests.common.serving.coserving.schedules import LONGEST_SERVING_STEP, controller
 
 WEIGHTS = make_weights(seed=1, vocab_size=20)
 OBJECTIVE = Objective(ttft_s=0.4, tpot_s=0.1)
@@ -250,6 +250,19 @@ def test_a_request_that_can_never_run_is_refused_and_nothing_else_is_touched() -
                 await setup.serve(0, max_tokens=10_000)
             assert setup.executor.device.num_live(Side.SERVING) == 0
             assert (await setup.serve(1)).finish_reason is FinishReason.LENGTH
+
+    run(work())
+
+
+def test_a_request_whose_class_has_no_objective_is_refused_and_leaves_nothing_behind() -> None:
+    async def work() -> None:
+        objectives = Objectives(by_model={"serving": {"chat": OBJECTIVE}})
+        policy = AdmissionController(objectives, longest_serving_step=LONGEST_SERVING_STEP)
+        async with Setup(policy) as setup:
+            with pytest.raises(ValueError, match="no objective for class 'any', only for chat"):
+                await setup.serve(0)
+            await setup.roll(0)
+            assert setup.executor.device.num_live(Side.SERVING) == 0
 
     run(work())
 
