@@ -28,13 +28,14 @@ from common.serving.engine import (
     StepResult,
 )
 from common.serving.rejection import why_never
+from common.serving.stop_strings import Decode, completes_stop_string
 from common.transfer.staging import StagedUpdate
 from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm import planner
 from rose_gpu.vllm.core import describe_ended_workers, open_core, shut_down
 from rose_gpu.vllm.environment import prepare, remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
-from rose_gpu.vllm.requests import Decode, completes_stop_string, why_not_on_vllm
+from rose_gpu.vllm.requests import why_not_on_vllm
 from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, RankUpdate, WorkerWeights
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

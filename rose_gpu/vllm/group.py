@@ -26,6 +26,7 @@ import rose_gpu
 from common.errors import EngineClosedError, RequestRejectedError
 from common.serving.engine import EngineInfo, EngineLoad, SampledToken, StepLimits, StepPlan, StepResult
 from common.serving.rejection import why_never
+from common.serving.stop_strings import Decode, completes_stop_string
 from common.serving.wire import decode_completion, decode_plan, decode_result, encode_plan, encode_request
 from common.transfer import errors as transfer_errors
 from common.transfer.bits import BITS_DTYPES
@@ -34,7 +35,7 @@ from common.types import Completion, FinishReason, Request
 from rose_gpu.vllm.channel import Channel, ChannelClosedError
 from rose_gpu.vllm.environment import remove_shared_memory
 from rose_gpu.vllm.options import VllmOptions
-from rose_gpu.vllm.requests import Decode, completes_stop_string, why_not_on_vllm
+from rose_gpu.vllm.requests import why_not_on_vllm
 from rose_gpu.vllm.update_file import write_update
 from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES, UPDATE_DIR, CommitError, RankUpdate
 
