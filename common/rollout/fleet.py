@@ -128,6 +128,10 @@ class ReplicaFleet:
         """What each replica did for this fleet, all its lives together."""
         return {member.name: member.counters() for member in self._members}
 
+    async def update_counters(self) -> None:
+        """Ask every replica; one that does not answer is its keeper's affair."""
+        await asyncio.gather(*(replica.refresh() for _, replica in self._those_up()), return_exceptions=True)
+
     async def generate(self, request: Request) -> Completion:
         """Run a request on the least loaded replica, and again elsewhere while that replica is lost under it.
 

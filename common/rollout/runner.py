@@ -39,6 +39,10 @@ class RunningReplica(Replica, AbstractAsyncContextManager["RunningReplica"], Pro
         """The same for each replica of which it is made."""
         ...
 
+    async def update_counters(self) -> None:
+        """Bring both up to date, where that takes asking. Never raises for a replica that does not answer."""
+        ...
+
 
 OnTrajectory = Callable[[Trajectory], None]
 
@@ -151,8 +155,15 @@ class RolloutRunner:
         )
         before = dataclasses.replace(self._replica.counters)
         before_by_replica = {name: dataclasses.replace(each) for name, each in self._replica.counters_by_replica.items()}
+
+        async def work_and_count() -> ResultT:
+            try:
+                return await work(play)
+            finally:
+                await self._replica.update_counters()
+
         try:
-            return self._event_loop.run(work(play))
+            return self._event_loop.run(work_and_count())
         finally:
             self.counters = self._replica.counters.since(before)
             by_replica = self._replica.counters_by_replica

@@ -138,6 +138,9 @@ class LocalReplica(Generic[WeightsT]):
     def counters_by_replica(self) -> dict[str, LoopCounters]:
         return {self._id: self._loop.counters}
 
+    async def update_counters(self) -> None:
+        """`counters` are always up to date here."""
+
     async def __aenter__(self) -> LocalReplica[WeightsT]:
         await self._loop.__aenter__()
         return self

@@ -134,6 +134,8 @@ def test_a_turn_cut_off_by_a_replicas_end_is_played_elsewhere_and_the_replica_co
             undisturbed = tokens(await generate(fleet, 12))
             assert all(each.sampled_tokens > 0 for each in fleet.counters_by_replica.values())
             assert fleet.counters.sampled_tokens == sum(map(len, undisturbed))
+            await fleet.update_counters()
+            assert all(each.num_steps > 0 for each in fleet.counters_by_replica.values())
             calls = asyncio.create_task(generate(fleet, 12))
             while not fleet._members[0].num_in_flight:
                 await asyncio.sleep(0)
