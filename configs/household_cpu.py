@@ -1,7 +1,8 @@
 """Household (2 rooms x 3 containers, 8 objects) with a 0.15M-parameter Qwen3, learnt from nothing on two CPU cores.
 
-Hardware: 2 CPU cores, 2 GB. Duration: unmeasured.
-Expected (greedy success on held-out object-container pairs, 3 seeds): unmeasured.
+Hardware: 2 CPU cores, 2 GB. Duration: 8 to 10 minutes with both cores busy otherwise, a third of it evaluations.
+Expected: greedy success on held-out object-container pairs 0.40 before and 0.84 as the mean of the last three evaluations (seeds 0,
+1, 2: 0.92, 0.92, 0.67); sampled success 0.45 and 0.85.
 Command: make train CONFIG=configs/household_cpu.py
 """
 
