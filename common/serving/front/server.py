@@ -24,6 +24,8 @@ REQUEST_TIMEOUT_S = 30.0
 """From the first byte of a request, or from connecting, to the end of its headers."""
 READ_TIMEOUT_S = 60.0
 """A client that takes nothing of what it asked for in this time is cut off."""
+SEND_BUFFER_BYTES = 1 << 18
+"""What the system holds for a client that does not read; left to itself it takes megabytes for each."""
 KEEP_ALIVE_S = 75.0
 LAST_ANSWERS_S = 5.0
 """After a second `stop`: time for the answers that end what is under way."""
@@ -37,6 +39,7 @@ class _PatientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._request_timer: asyncio.TimerHandle | None = self.loop.call_later(REQUEST_TIMEOUT_S, transport.abort)
         self._read_timer: asyncio.TimerHandle | None = None
 
