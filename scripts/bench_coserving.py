@@ -288,8 +288,7 @@ def plan(variants: list[str], num_requests: int) -> Iterator[tuple[str, int]]:
                 yield variant, repeat
 
 
-async def bench(trace: Trace, variants: list[str], report: Row, out: Path | None, folder: Path) -> Row:
-    lengths = rollout_lengths()
+async def bench(trace: Trace, variants: list[str], lengths: list[list[Any]], report: Row, out: Path | None, folder: Path) -> Row:
     vocab_size = tokenizer().vocab_size
     todo = list(plan(variants, len(trace.requests)))
     async with contextlib.AsyncExitStack() as stack:
@@ -341,7 +340,7 @@ def main() -> None:
         folder = Path(name)
         if _BACKEND.value == "vllm":
             write_models(folder, tokenizer().vocab_size)
-        report = asyncio.run(bench(trace, variants, report, out, folder))
+        report = asyncio.run(bench(trace, variants, rollout_lengths(), report, out, folder))
     print(f"{_BACKEND.value}, {report['trace']}: {len(trace.requests)} requests a repeat")
     if report.get("pooled"):
         busy = report["rows"][-1]["busy_share_alone"]

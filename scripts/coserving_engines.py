@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from common.clock import MonotonicClock
 from common.rollout.chat import ChatTokenizer
 from common.rollout.environment import load_task_suite
+from common.serving.coserving.emulated import EmulatedEngine
 from common.serving.coserving.events import Side
 from common.serving.coserving.step_time import StepFeatures
 from common.serving.engine import StepEngine
-from common.transfer.target import WeightTarget
+from common.serving.fake import StepTiming
+from common.transfer.target import NumpyTarget, WeightTarget
 
-BACKENDS = ("jetstream", "vllm")
+BACKENDS = ("jetstream", "vllm", "emulated")
+"""emulated: engines that sleep as long as a step would take, for trying the benchmark itself."""
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 768}
 """5.1M parameters besides the embedding."""
 
@@ -84,7 +91,45 @@ def write_model(folder: Path, *, vocab_size: int, seed: int) -> None:
 
 def build(backend: str, side: Side, *, vocab_size: int, folder: Path) -> tuple[StepEngine[Any], WeightTarget]:
     """An engine, ready to step, and its weights as the transfer layer sees them. `folder`: where vLLM reads its model from."""
-    return _jetstream(side, vocab_size) if backend == "jetstream" else _vllm(side, folder)
+    match backend:
+        case "jetstream":
+            return _jetstream(side, vocab_size)
+        case "vllm":
+            return _vllm(side, folder)
+        case _:
+            return _emulated(side, vocab_size)
+
+
+class SleepingClock(MonotonicClock):
+    """Real time, in which a step is waited for."""
+
+    def advance(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _emulated(side: Side, vocab_size: int) -> tuple[StepEngine[Any], WeightTarget]:
+    shape = SHAPES[side]
+    engine = EmulatedEngine(
+        StepTiming().duration_s,
+        SleepingClock(),
+        max_slots=shape.max_slots,
+        max_context_tokens=shape.max_context_tokens,
+        block_tokens=16,
+        vocab_size=vocab_size,
+        name=f"emulated-{side}",
+    )
+    return engine, PublishedArrays({"weight": np.zeros(16, np.float32)})
+
+
+class PublishedArrays(NumpyTarget):
+    """A target whose arrays can be asked for."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        super().__init__(arrays)
+        self._arrays = arrays
+
+    def published(self, name: str) -> np.ndarray:
+        return self._arrays[name]
 
 
 def _jetstream(side: Side, vocab_size: int) -> tuple[StepEngine[Any], WeightTarget]:

@@ -207,7 +207,8 @@ class AdmissionController:
             serving_bound_s=serving_s,
         )
         assert record.budget_s is not None
-        fixed_s = self.predictors[Side.ROLLOUT].fixed_s
+        rollout = self.predictors[Side.ROLLOUT]
+        fixed_s = rollout.margin * rollout.fixed_s
         if record.budget_s <= 0 or (not event.commit_waits and fixed_s > self.settings.max_fixed_share * record.budget_s):
             return Serve(record=dataclasses.replace(record, reason=Reason.NO_SLACK))
         return self._admit(event, record)

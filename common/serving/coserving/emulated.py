@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Protocol
 
-from common.clock import FakeClock
+from common.clock import Clock
 from common.errors import RequestRejectedError
 from common.serving.engine import (
     DecodeEntry,
@@ -28,6 +29,12 @@ from common.types import Completion, FinishReason, Request
 
 Duration = Callable[[StepPlan], float]
 """True seconds of a step, noise included."""
+
+
+class MovableClock(Clock, Protocol):
+    """FakeClock, or one that sleeps."""
+
+    def advance(self, seconds: float) -> None: ...
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
@@ -52,14 +59,15 @@ class EmulatedEngine:
     def __init__(
         self,
         duration_of: Duration,
-        clock: FakeClock,
+        clock: MovableClock,
         *,
         max_slots: int,
         max_context_tokens: int = 1 << 20,
         block_tokens: int = 1,
+        vocab_size: int = 1,
         name: str = "emulated",
     ) -> None:
-        self._info = EngineInfo(name=name, vocab_size=1, max_slots=max_slots, max_context_tokens=max_context_tokens)
+        self._info = EngineInfo(name=name, vocab_size=vocab_size, max_slots=max_slots, max_context_tokens=max_context_tokens)
         self._duration_of, self._clock, self._block_tokens = duration_of, clock, block_tokens
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
