@@ -11,7 +11,7 @@ from configs import frozenlake_cpu
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=1",
-    "TORCHDYNAMO_DI0.85BLE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 """Two engines and a learner share two cores: threads of one would only wait for those of another."""
 
