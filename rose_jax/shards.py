@@ -33,7 +33,7 @@ def owners_of(array: jax.Array, name: str) -> Owners:
 def _owners(sharding: jax.sharding.Sharding, shape: tuple[int, ...], name: str) -> Owners:
     first: dict[Box, int] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        first.setdefault(box_of_slices(shape, index), device.process_index)
+        first.setdefault(box_of_slices(shape, index), device.process_index)  # type: ignore[attr-defined]
     return merged(shape, tuple(first.items()), name)
 
 

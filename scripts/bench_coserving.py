@@ -190,8 +190,7 @@ class Bench:
         for streams in STREAM_COUNTS:
             if any(row["variant"] == "rollout_alone" and row["streams"] == streams for row in self.rows):
                 continue
-            fields = {"streams": streams, "lengths": lengths, "seed": 0, "bounds": []}
-            await self.served.device.ask("begin", variant="rollout_alone", **fields)
+            await self.served.device.ask("begin", variant="rollout_alone", streams=streams, lengths=lengths, seed=0, bounds=[])
             await asyncio.sleep(SETTLE_S)
             start_s = time.monotonic()
             await asyncio.sleep(ALONE_S[_QUICK.value])

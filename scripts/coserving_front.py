@@ -37,9 +37,10 @@ async def serve(listener: socket.socket) -> None:
     server = FrontServer(front, listener)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
-    partial = Path(_READY_FILE.value + ".partial")
+    ready_file = Path(str(_READY_FILE.value))
+    partial = ready_file.with_suffix(".partial")
     partial.write_text(address_of(listener, tls=False))
-    partial.rename(_READY_FILE.value)
+    partial.rename(ready_file)
     await server.run(engine_run)
     await engine.close()
 

@@ -169,15 +169,12 @@ def plot(all_replayed: Sequence[Replayed], objective: Objective, path: Path) -> 
     figure, axes = plt.subplots(4, 1, figsize=(11, 10), sharex=True, constrained_layout=True)
     for replayed in all_replayed:
         arrivals = [request.arrival_s - replayed.zero_s for request in replayed.requests]
-        for axis, values in zip(
-            axes,
-            (
-                [request.ttft_s for request in replayed.requests],
-                [request.tpot_s for request in replayed.requests],
-                [request.longest_gap_s for request in replayed.requests],
-            ),
-            strict=False,
-        ):
+        latencies: tuple[list[float | None], ...] = (
+            [request.ttft_s for request in replayed.requests],
+            [request.tpot_s for request in replayed.requests],
+            [request.longest_gap_s for request in replayed.requests],
+        )
+        for axis, values in zip(axes[:3], latencies, strict=True):
             points = [(x, 1e3 * y) for x, y in zip(arrivals, values, strict=True) if y]
             axis.plot(*zip(*points, strict=True), ".", markersize=3, label=replayed.trace.name) if points else None
         counts = replayed.rollout_tokens

@@ -20,6 +20,7 @@ import signal
 import socket
 import ssl
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from absl import flags
@@ -158,7 +159,7 @@ async def start_grpc(front: Front, stack: contextlib.AsyncExitStack) -> int:
     return server.port
 
 
-def write_ready_file(path: Path, report: dict[str, object]) -> None:
+def write_ready_file(path: Path, report: Mapping[str, object]) -> None:
     """Whole or not at all: whoever waits for the file may read it as soon as it is there."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(report) + "\n")

@@ -61,7 +61,8 @@ class Device:
     """Two emulated engines, as noisy as a machine."""
 
     def __init__(self) -> None:
-        self._rng, self._timing, self._last = np.random.default_rng(_SEED.value), StepTiming(), None
+        self._rng, self._timing = np.random.default_rng(_SEED.value), StepTiming()
+        self._last: Side | None = None
         self.clock = FakeClock()
         shapes = {Side.SERVING: (32, 2048), Side.ROLLOUT: (64, 512)}
         self.engines = {side: self._engine(side, *shape) for side, shape in shapes.items()}
@@ -73,7 +74,7 @@ class Device:
     def _engine(self, side: Side, max_slots: int, max_context_tokens: int) -> EmulatedEngine:
         def duration_s(plan: StepPlan) -> float:
             switch_s = SWITCH_S if self._last not in (None, side) else 0.0
-            self._last: Side | None = side
+            self._last = side
             outlier = OUTLIER_FACTOR if self._rng.random() < OUTLIER_SHARE else 1.0
             return (self._timing.duration_s(plan) + switch_s) * float(self._rng.lognormal(0, _NOISE.value)) * outlier
 
@@ -132,7 +133,7 @@ def policy_of(variant: str, objectives: Objectives | None) -> AdmissionPolicy:
         return AlternatingPolicy(max_step_tokens=ROLLOUT_STEP_TOKENS, rollouts=variant != "serving_alone")
     if variant == "all_slack":
         return AllSlackPolicy(objectives, max_step_tokens=ROLLOUT_STEP_TOKENS)
-    changes = {name: float(value) for name, _, value in (change.partition("=") for change in _SETTINGS.value)}
+    changes: dict[str, Any] = {name: float(value) for name, _, value in (change.partition("=") for change in _SETTINGS.value)}
     settings = dataclasses.replace(AdmissionSettings(), spend_slack=variant != "idle_only", **changes)
     longest = StepFeatures(prefill_tokens=_CHUNK.value - 8, decode_tokens=8, context_tokens=4000, switched=True)
     return AdmissionController(objectives, settings, longest_serving_step=longest)

@@ -119,7 +119,8 @@ class Soak:
             disturbers += [asyncio.create_task(self._malformed(tally)) for _ in range(NUM_MALFORMED)]
             disturbers += [asyncio.create_task(self._idle(tally)) for _ in range(NUM_IDLE)]
         reading = asyncio.create_task(self._keep_reading())
-        started_s, good = time.monotonic(), []
+        started_s = time.monotonic()
+        good: list[asyncio.Task[None]] = []
         while time.monotonic() < started_s + duration_s:
             good.append(asyncio.create_task(self._good(tally, len(good))))
             await asyncio.sleep(max(0.0, started_s + len(good) / _RATE.value - time.monotonic()))

@@ -127,5 +127,6 @@ class RankSubscriber:
             if failure is not None:
                 name, text = failure if isinstance(failure, list | tuple) else ("", failure)
                 kind = getattr(errors, name, None)
-                is_transfer = isinstance(kind, type) and issubclass(kind, TransferError)
-                raise (kind if is_transfer else RankError)(f"rank {rank}: {text}")
+                if not (isinstance(kind, type) and issubclass(kind, TransferError)):
+                    kind = RankError
+                raise kind(f"rank {rank}: {text}")
