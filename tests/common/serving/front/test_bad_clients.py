@@ -113,6 +113,26 @@ def test_a_client_may_not_have_too_much_under_way_and_another_is_not_concerned(s
     assert completion(slow, n=6)[0] == 200
 
 
+def test_a_reader_that_stops_holds_neither_a_slot_nor_other_readers(server: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "READ_TIMEOUT_S", 0.3)
+    body = json.dumps(
+        {"model": MODEL, "prompt": "go", "max_tokens": 490, "ignore_eos": True, "logprobs": 20, "n": 16, "stream": True}
+    )
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(("127.0.0.1", server.port))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        reader.sendall((head + body).encode())
+        server.wait_until(lambda: server.engine.load().running_requests > 0)
+        assert completion(server)[0] == 200
+        server.wait_until(lambda: server.is_idle() and not server.front.concurrency._under_way)
+        reader.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):  # cut off, with what was on its way
+            while reader.recv(1 << 16):
+                pass
+    assert completion(server)[0] == 200
+
+
 def test_idle_connections_hold_up_nobody_and_are_closed_in_the_end(server: RunningFront, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = completion(server)
     monkeypatch.setattr(server_module, "REQUEST_TIMEOUT_S", 1.0)
