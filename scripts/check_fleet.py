@@ -88,6 +88,7 @@ def judge(config: Config, workdir: Path, kill: Kill, least: float | None) -> dic
     trained = [number for row in rows for number in numbers_in(str(row["trajectories"]))]
     expected = config.num_versions * config.grpo.prompts_per_step * config.grpo.group_size
     news = (workdir / LOGS / "fleet.log").read_text()
+    caught_up = f"Replica {kill.replica} has caught up"
     shares = [
         token_shares(row for row in rows if (int(row["step"]) <= kill.after_version) is before).get(f"share_{kill.replica}", 0.0)
         for before in (True, False)
@@ -103,7 +104,7 @@ def judge(config: Config, workdir: Path, kill: Kill, least: float | None) -> dic
         "missing": expected - len(set(trained)),
         "twice": len(trained) - len(set(trained)),
         "lost": news.count(f"Lost replica {kill.replica}:"),
-        "caught_up": news.count(f"Replica {kill.replica} has caught up"),
+        "caught_up": news.count(caught_up),
         "share_before": shares[0],
         "share_after": shares[1],
         "sampled": sampled,
@@ -113,7 +114,7 @@ def judge(config: Config, workdir: Path, kill: Kill, least: float | None) -> dic
         [int(row["step"]) for row in rows] == list(range(1, config.num_versions + 1))
         and result["missing"] == result["twice"] == 0
         and result["lost"] == 1
-        and result["caught_up"] == 1
+        and news.count(caught_up) > 0  # twice if it came up between the staging and the commit of a version
         and shares[1] > 0
         and (least is None or sampled >= least)
     )
