@@ -82,7 +82,7 @@ class Scale:
 
 SCALES = {
     "azure2023_code_burst10min_pub": Scale(time=1.0, prompts=0.05, outputs=0.3, window_s=100.0),
-    "azure2023_conv_pub": Scale(time=1.3, prompts=0.05, outputs=0.1, window_s=87.0),
+    "azure2023_conv_pub": Scale(time=1.15, prompts=0.05, outputs=0.1, window_s=87.0),
 }
 """With these serving alone is busy 40-55 % on one 2.6 GHz EPYC core, and a default run ends in 25 minutes. Prompts shrink more than
 outputs: on this core a decode step costs as much as 40 prompt tokens, on an accelerator that serves an 8B model some hundreds."""

@@ -10,10 +10,22 @@ from pathlib import Path
 
 import pytest
 
-COLUMNS = (
-    "variant backend trace repeat affinity busy_share_alone ttft_p50_ms ttft_p99_ms tpot_p50_ms tpot_p99_ms attainment "
-    "attainment_every_gap rollout_tokens_per_s harvest"
-).split()
+COLUMNS = [
+    "variant",
+    "backend",
+    "trace",
+    "repeat",
+    "affinity",
+    "busy_share_alone",
+    "ttft_p50_ms",
+    "ttft_p99_ms",
+    "tpot_p50_ms",
+    "tpot_p99_ms",
+    "attainment",
+    "attainment_every_gap",
+    "rollout_tokens_per_s",
+    "harvest",
+]
 
 
 @pytest.mark.slow
