@@ -21,14 +21,19 @@ Handler = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def server(handler: Handler) -> AsyncIterator[str]:
-    """Answers GET /v1/models itself and hands bodies of POSTs to `handler`."""
+    """Answers GET /v1/models and /metrics (100 rollout tokens more each time) itself and hands bodies of POSTs to `handler`."""
+    polls: list[int] = []
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         size = next(int(line.split(":")[1]) for line in head.splitlines() if line.lower().startswith("content-length"))
         body = await reader.readexactly(size)
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-            if head.startswith("GET"):
+            if head.startswith("GET /metrics"):
+                polls.append(1)
+                counter = f'rose_tokens_total{{interface="rollout",kind="completion"}} {100.0 * len(polls)}\n'
+                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(counter)}\r\n\r\n{counter}".encode())
+            elif head.startswith("GET"):
                 answer(writer, 200, {"data": [{"id": "m"}]})
             else:
                 await handler(json.loads(body), writer)
