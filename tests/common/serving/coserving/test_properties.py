@@ -116,7 +116,8 @@ def test_when_steps_take_ever_longer_than_predicted_rollouts_stop_within_the_sta
                     stopped_after = stopped_after or num_steps
 
         device.run(schedule(seed), policy, duration_s=100.0, num_streams=SLOTS[Side.ROLLOUT], on_event=watch)
-        assert 0 < stopped_after <= SETTINGS.caution.max_surprises + 1  # the first was as long as predicted
+        # The first was as long as predicted; half more, the second, may lie within what the prediction allows for.
+        assert 0 < stopped_after <= SETTINGS.caution.max_surprises + 2
 
 
 def test_when_steps_are_suddenly_slower_the_bound_holds_again_after_a_few() -> None:
