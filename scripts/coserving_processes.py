@@ -21,7 +21,7 @@ from common.serving.front.channel import Channel, ChannelClosedError
 from scripts.entry import ROOT
 
 DEVICE_CORE, CLIENT_CORE = 0, 1
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 """Engines compile or import for tens of seconds."""
 END_TIMEOUT_S = 20.0
 ONE_THREAD = {
