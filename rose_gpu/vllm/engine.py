@@ -305,9 +305,8 @@ class VllmEngine:
         try:
             if flight.error is not None:
                 raise RuntimeError(flight.error)
+            flight.forward.result()  # what kept workers from sampling is raised here; some ranks' samplers then return nothing
             sampled = flight.sampled.result()
-            if sampled is None:
-                flight.forward.result()  # raises what kept it from sampling
             outputs = self._scheduler.update_from_output(flight.scheduled, sampled)
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}{describe_ended_workers(self._core)}")

@@ -133,7 +133,9 @@ def test_a_rank_killed_in_mid_step_ends_every_request(nothing_left: None) -> Non
     driver.collect()
     completions = _run_to_failure(driver)
     assert all(completion.finish_reason is FinishReason.ERROR for completion in completions.values())
-    assert all("exit codes of worker processes, by rank: {0: -15, 1: -9}" in str(each.error) for each in completions.values())
+    for completion in completions.values():  # the other rank may end a moment later
+        assert "exit codes of worker processes, by rank: {" in str(completion.error)
+        assert "1: -9" in str(completion.error)
     _refuses(engine)
     engine.close()
 
