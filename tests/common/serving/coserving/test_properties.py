@@ -102,22 +102,31 @@ def test_they_are_met_while_weights_are_committed_too() -> None:
     assert together(schedule(5000), 5000, commits).commit_s
 
 
-def test_when_steps_take_ever_longer_than_predicted_rollouts_stop_within_the_stated_number_of_steps() -> None:
-    for seed in range(5):
-        policy, device = calibrated(OBJECTIVE, SETTINGS, error=ERROR), Device.make(error=ERROR, seed=seed)
-        num_steps = stopped_after = 0
+@pytest.mark.parametrize("seed", range(5))
+def test_when_steps_take_ever_longer_than_predicted_rollouts_stop_at_the_stated_number_of_surprises(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, device = calibrated(OBJECTIVE, SETTINGS, error=ERROR), Device.make(error=ERROR, seed=seed)
+    surprises: list[bool] = []
+    stopped_after: list[int] = []
+    on_step = policy.caution.on_step
 
-        def watch(event: object, now_s: float, _: object, policy: AdmissionController = policy, device: Device = device) -> None:
-            nonlocal num_steps, stopped_after
-            if isinstance(event, StepDone) and event.side is Side.ROLLOUT:
-                device.durations.surprise *= 1.5
-                num_steps += 1
-                if policy.caution.level(now_s) is Level.STOPPED:
-                    stopped_after = stopped_after or num_steps
+    def count(*, surprised: bool, now_s: float) -> None:
+        surprises.append(surprised)
+        on_step(surprised=surprised, now_s=now_s)
 
-        device.run(schedule(seed), policy, duration_s=100.0, num_streams=SLOTS[Side.ROLLOUT], on_event=watch)
-        # The first was as long as predicted; half more, the second, may lie within what the prediction allows for.
-        assert 0 < stopped_after <= SETTINGS.caution.max_surprises + 2
+    def watch(event: object, now_s: float, _: object) -> None:
+        if isinstance(event, StepDone) and event.side is Side.ROLLOUT:
+            device.durations.surprise *= 1.5
+            if policy.caution.level(now_s) is Level.STOPPED:
+                stopped_after.append(len(surprises))
+
+    monkeypatch.setattr(policy.caution, "on_step", count)
+    device.run(schedule(seed), policy, duration_s=100.0, num_streams=SLOTS[Side.ROLLOUT], on_event=watch)
+    before = surprises[: stopped_after[0]]
+    assert sum(before) == SETTINGS.caution.max_surprises
+    # The first was as long as predicted; half more, the second, may lie within the prediction's reserve; later ones cannot.
+    assert all(before[2:])
 
 
 def test_when_steps_are_suddenly_slower_the_bound_holds_again_after_a_few() -> None:
