@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from common.serving.coserving.admission import AdmissionController, AdmissionSettings
+from common.serving.coserving.admission import AdmissionSettings
 from common.serving.coserving.bounds import delay_bound
 from common.serving.coserving.emulated import EmulatedEngine
 from common.serving.coserving.events import Free, Level, Reason, Serve, Side, StepDone
