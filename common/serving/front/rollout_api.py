@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -161,11 +162,13 @@ class DrainedResponse(BaseModel):
 
 def router(front: Front) -> APIRouter:
     routes = APIRouter()
-    repeatable: RepeatableCalls[Completion] = RepeatableCalls()
+    _add_rollouts(routes, front)
+    _add_control(routes, front)
+    return routes
 
-    def answer(request: HttpRequest, work: Any) -> Answer:
-        identify(front, request, Interface.CONTROL)
-        return Answer(front.calls, work)
+
+def _add_rollouts(routes: APIRouter, front: Front) -> None:
+    repeatable: RepeatableCalls[Completion] = RepeatableCalls()
 
     @routes.post("/rollout/v1/generate", response_model=GenerateResponse, responses=ROLLOUT_ERRORS)
     async def generate(body: GenerateBody, request: HttpRequest) -> Response:
@@ -180,79 +183,56 @@ def router(front: Front) -> APIRouter:
 
         return Answer(front.calls, work)
 
+
+def _add_control(routes: APIRouter, front: Front) -> None:
+    engine = front.engine
+
+    def answer(request: HttpRequest, call: Callable[[], Awaitable[Any]], to_fields: Callable[[Any], dict[str, Any]]) -> Answer:
+        """The fields of what `call` gives, as JSON."""
+        identify(front, request, Interface.CONTROL)
+
+        async def work(outlet: Outlet) -> None:
+            await outlet.body(json.dumps(to_fields(await call())).encode())
+
+        return Answer(front.calls, work)
+
     @routes.get("/control/v1/status", response_model=StatusReport, responses=CONTROL_ERRORS)
     async def status(request: HttpRequest) -> dict[str, Any]:
         """Never waits for the engine: as of its newest step."""
         identify(front, request, Interface.CONTROL)
-        info = front.engine.info
-        return {
-            "model": front.model_name,
-            "engine": info.name,
-            "vocab_size": info.vocab_size,
-            "max_slots": info.max_slots,
-            "max_context_tokens": info.max_context_tokens,
-            "load": load_to_wire(front.engine.load),
-            "counters": vars(front.engine.counters),
-        }
+        limits = {name: getattr(engine.info, name) for name in ("vocab_size", "max_slots", "max_context_tokens")}
+        names = {"model": front.model_name, "engine": engine.info.name}
+        return {**names, **limits, "load": load_to_wire(engine.load), "counters": vars(engine.counters)}
 
     @routes.post("/control/v1/stage", response_model=StageResponse, responses=STAGE_ERRORS)
     async def stage(body: StageBody, request: HttpRequest) -> Response:
         """Fetch, decode and verify a version beside the live weights. Repeating it costs nothing; serving goes on."""
-
-        async def work(outlet: Outlet) -> None:
-            report = await front.engine.stage(body.version, body.store)
-            await outlet.body(json.dumps(dataclasses.asdict(report)).encode())
-
-        return answer(request, work)
+        return answer(request, lambda: engine.stage(body.version, body.store), dataclasses.asdict)
 
     @routes.post("/control/v1/commit", response_model=VersionResponse, responses=STAGE_ERRORS)
     async def commit(request: HttpRequest) -> Response:
         """Serve the staged version from the next step on. Safe to repeat."""
-
-        async def work(outlet: Outlet) -> None:
-            await outlet.body(json.dumps({"version": await front.engine.commit()}).encode())
-
-        return answer(request, work)
+        return answer(request, engine.commit, lambda version: {"version": version})
 
     @routes.get("/control/v1/digests", response_model=DigestsResponse, responses=CONTROL_ERRORS)
     async def digests(request: HttpRequest) -> Response:
         """What the live weights are, bit by bit. Reads all of them."""
-
-        async def work(outlet: Outlet) -> None:
-            await outlet.body(json.dumps({"digests": await front.engine.digests()}).encode())
-
-        return answer(request, work)
+        return answer(request, engine.digests, lambda found: {"digests": found})
 
     @routes.get("/control/v1/step_times", response_model=StepTimesResponse, responses=CONTROL_ERRORS)
     async def step_times(request: HttpRequest) -> Response:
         """When the newest steps ended, for measurements."""
-
-        async def work(outlet: Outlet) -> None:
-            await outlet.body(json.dumps({"steps": await front.engine.step_times()}).encode())
-
-        return answer(request, work)
+        return answer(request, engine.step_times, lambda steps: {"steps": steps})
 
     @routes.post("/control/v1/drain", response_model=DrainedResponse, responses=CONTROL_ERRORS)
     async def drain(request: HttpRequest) -> Response:
         """Take no new completion and answer when those under way have ended. Safe to repeat."""
-
-        async def work(outlet: Outlet) -> None:
-            await front.engine.drain()
-            await outlet.body(json.dumps({"draining": front.engine.load.draining}).encode())
-
-        return answer(request, work)
+        return answer(request, engine.drain, lambda _: {"draining": engine.load.draining})
 
     @routes.post("/control/v1/resume", response_model=DrainedResponse, responses=CONTROL_ERRORS)
     async def resume(request: HttpRequest) -> Response:
         """Take completions again."""
-
-        async def work(outlet: Outlet) -> None:
-            await front.engine.resume()
-            await outlet.body(json.dumps({"draining": front.engine.load.draining}).encode())
-
-        return answer(request, work)
-
-    return routes
+        return answer(request, engine.resume, lambda _: {"draining": engine.load.draining})
 
 
 async def _generate(front: Front, client: Client, body: GenerateBody) -> Completion:
