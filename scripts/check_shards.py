@@ -2,11 +2,11 @@
 
     python -m scripts.check_shards --versions=5 --out=shards_live.json        (after `make serve-env`)
 
-Two jax.distributed processes hold one learner on a 2 x 4 mesh of fake devices and publish each what its own devices hold, through
-one HTTP store. A vLLM replica of two tensor-parallel ranks, each of which fetches its own part, and a JetStream replica with a
-tensor axis of 2 follow, with a request in flight during every change. After every version all live tensors are compared with the
-learner's. --replicas leaves one of them out. Rows: version, replica, wire_bytes, differing, sampled_under. The exit status is 1 if
-a tensor differs.
+Two jax.distributed processes hold one learner on a 2 x 4 mesh of fake devices and publish each what its own devices hold, to one
+HTTP store. A vLLM replica of two tensor-parallel ranks, each of which fetches its own part, and a JetStream replica with a tensor
+axis of 2 follow through a relay, with a request in flight during every change. After every version all live tensors are compared
+with the learner's. --replicas leaves one of them out, --norelay lets both read from the learner's store. Rows: version, replica,
+wire_bytes, differing, sampled_under. The exit status is 1 if a tensor differs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from scripts.shard_processes import DEVICES_EACH, NUM_PROCESSES, TOKEN_SOURCE
 _FLAGS = entry.flags_of(__name__)
 _VERSIONS = flags.DEFINE_integer("versions", 5, "Versions to publish.", lower_bound=1, flag_values=_FLAGS)
 _REPLICAS = flags.DEFINE_list("replicas", ["vllm", "jetstream"], "Replicas to feed.", flag_values=_FLAGS)
+_RELAY = flags.DEFINE_bool("relay", True, "Replicas read from a relay, not from the learner's store.", flag_values=_FLAGS)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write the rows to.", flag_values=_FLAGS)
 
 CLOSE_TIMEOUT_S = 60.0
@@ -92,7 +93,28 @@ def running(name: str, arguments: Sequence[str], num_devices: int) -> Iterator[R
         role.close()
 
 
-def check(folder: Path, *, num_versions: int, replicas: Sequence[str]) -> list[Row]:
+@contextlib.contextmanager
+def running_relay(upstream: str) -> Iterator[str]:
+    """The address of a relay process that reads from `upstream`; both ask for the same token."""
+    secrets_flags = [f"--upstream_token={TOKEN_SOURCE}", f"--token={TOKEN_SOURCE}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.relay", f"--upstream={upstream}", *secrets_flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(entry.ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the relay ended with exit code {process.wait(CLOSE_TIMEOUT_S)}; see its text above")
+        yield json.loads(line)["url"]
+    finally:
+        process.terminate()
+        process.wait(CLOSE_TIMEOUT_S)
+
+
+def check(folder: Path, *, num_versions: int, replicas: Sequence[str], relay: bool) -> list[Row]:
     """What each replica said after each version."""
     os.environ.setdefault(TOKEN_SOURCE.removeprefix("env:"), secrets.token_hex(16))
     server = StoreServer(MemoryStore(), token=read_secret(TOKEN_SOURCE))
@@ -104,7 +126,8 @@ def check(folder: Path, *, num_versions: int, replicas: Sequence[str]) -> list[R
                 stack.enter_context(running(f"learner {i}", ["learner", str(i), coordinator, server.url], DEVICES_EACH))
                 for i in range(NUM_PROCESSES)
             ]
-            followers = [stack.enter_context(running(name, [name, server.url], 2)) for name in replicas]
+            source = stack.enter_context(running_relay(server.url)) if relay else server.url
+            followers = [stack.enter_context(running(name, [name, source], 2)) for name in replicas]
             for role in (*learners, *followers):
                 stack.callback(role.end)  # before any of them is waited for
             for follower in followers:
@@ -136,7 +159,7 @@ def main() -> None:
     if unknown:
         raise entry.UsageError(f"--replicas={','.join(unknown)} names no replica; use some of {','.join(REPLICAS)}")
     with tempfile.TemporaryDirectory(prefix="rose_shards_") as folder:
-        rows = check(Path(folder), num_versions=_VERSIONS.value, replicas=_REPLICAS.value)
+        rows = check(Path(folder), num_versions=_VERSIONS.value, replicas=_REPLICAS.value, relay=_RELAY.value)
     if _OUT.value:
         Path(_OUT.value).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     differing = [row for row in rows if row["differing"]]

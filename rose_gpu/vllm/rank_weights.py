@@ -68,9 +68,9 @@ class RankWeights:
         found, values = [], []
         for part in self._parts[name]:
             here, index = _local(part, positions)
-            flat = part.param.reshape(-1)
-            values.append(flat[torch.from_numpy(index).to(flat.device)].to(self._dtype))
-            found.append(here)
+            flat = part.param.view(-1)
+            values.append(flat.index_select(0, torch.from_numpy(index).to(flat.device)).to(self._dtype))
+            found.append(np.arange(len(positions)) if here is None else here)
         bits = torch.cat(values).view(_INT_OF_BYTES[self._dtype.itemsize]).cpu().numpy()
         return np.concatenate(found), bits
 
@@ -84,7 +84,8 @@ class RankWeights:
                     self._write_whole(part, run, values)
                 else:
                     here, index = _local(part, run.positions().view(np.int64))
-                    self._put(part.param.reshape(-1), torch.from_numpy(index), values[torch.from_numpy(here)])
+                    held = values if here is None else values.index_select(0, torch.from_numpy(here))
+                    self._put_at(part.param.view(-1), torch.from_numpy(index), held)
 
     def finish(self) -> None:
         """Keep what was written."""
@@ -111,19 +112,23 @@ class RankWeights:
                 target[0] = slice(target[0].start + part.param_row, target[0].stop + part.param_row)
             self._put(part.param, tuple(target), block[source])
 
-    def _put(self, param: torch.Tensor, where: torch.Tensor | tuple[slice, ...], values: torch.Tensor) -> None:
-        if isinstance(where, torch.Tensor):
-            where = where.to(param.device)
-        self._displaced.append(_Displaced(param, where, param[where].cpu().clone()))
+    def _put(self, param: torch.Tensor, where: tuple[slice, ...], values: torch.Tensor) -> None:
+        self._displaced.append(_Displaced(param, where, param[where].clone().cpu()))
         param[where] = values.to(param.device).to(param.dtype)
 
+    def _put_at(self, flat: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        """index_select and index_copy_ take half the time of the same by brackets."""
+        index = index.to(flat.device)
+        self._displaced.append(_Displaced(flat, index, flat.index_select(0, index).cpu()))
+        flat.index_copy_(0, index, values.to(flat.device).to(flat.dtype))
 
-def _local(part: Part, positions: Int64[np.ndarray, "n"]) -> tuple[Int64[np.ndarray, "m"], Int64[np.ndarray, "m"]]:
-    """Which of the flat positions in the tensor a part holds, and where they are in its flat parameter."""
+
+def _local(part: Part, positions: Int64[np.ndarray, "n"]) -> tuple[Int64[np.ndarray, "m"] | None, Int64[np.ndarray, "m"]]:
+    """Which of the flat positions in the tensor a part holds (None: all), and where they are in its flat parameter."""
     row_elements = int(np.prod(part.shape[1:], dtype=np.int64))
     if part.extent == part.shape:
         offset = part.param_row * row_elements
-        return np.arange(len(positions)), positions + offset
+        return None, positions + offset if offset else positions
     if len(part.shape) > 2:
         raise ValueError(f"{part.tensor}: only tensors of two axes are cut, this one has shape {part.shape}")
     width = part.extent[1] if len(part.extent) == 2 else 1

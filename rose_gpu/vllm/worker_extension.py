@@ -48,7 +48,7 @@ class RoseWorkerExtension(RankMethods):
         """(indices into the positions, bits) of what this rank has; replicated tensors are read from rank 0."""
         if self.rank != 0 and self.rose_weights.is_replicated(name):
             return b"", b""
-        found, bits = self.rose_weights.read(name, np.frombuffer(positions, np.int64))
+        found, bits = self.rose_weights.read(name, np.frombuffer(bytearray(positions), np.int64))
         return found.astype(np.int64).tobytes(), bits.tobytes()
 
     def open_update(self, update: StagedUpdate | str) -> str | None:
