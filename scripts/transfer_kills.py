@@ -38,7 +38,7 @@ from common.transfer.store.memory import MemoryStore
 from common.transfer.store.protocol import Arrived
 from common.transfer.subscriber import Subscriber
 from common.transfer.target import NumpyTarget
-from scripts import transfer_data
+from scripts import entry, transfer_data
 from scripts.transfer_sync import checksum_of
 
 log = logging.getLogger(__name__)
@@ -118,11 +118,14 @@ class KillableCluster:
         """What a replica held that no version is: must stay empty."""
 
     def __enter__(self) -> KillableCluster:
-        self.start(LEARNER)
-        self.publish(0)
-        self.start(RELAY)
-        for name in self.replica_names:
-            self.start(name)
+        with contextlib.ExitStack() as undo:  # a process that is left would hold up the end of this one
+            undo.push(self.__exit__)
+            self.start(LEARNER)
+            self.publish(0)
+            self.start(RELAY)
+            for name in self.replica_names:
+                self.start(name)
+            undo.pop_all()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -150,7 +153,8 @@ class KillableCluster:
         command += [f"--upstream_token=file:{self._token}", f"--token=file:{self._token}", f"--port={self._ports[RELAY]}"]
         command += [f"--cache={self._folder / 'cache'}", f"--fan_out={FAN_OUT}", f"--timeout_s={TIMEOUT_S}"]
         with (self._folder / "relay.log").open("a") as relay_log:
-            self._relay = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=relay_log, text=True)
+            environment = os.environ | {"PYTHONPATH": str(entry.ROOT)}
+            self._relay = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=relay_log, text=True, env=environment)
         assert self._relay.stdout is not None
         if not self._relay.stdout.readline():
             raise RuntimeError(f"the relay did not start: {(self._folder / 'relay.log').read_text()[-500:]}")
