@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 from common.clock import Clock, MonotonicClock
@@ -121,6 +121,16 @@ class CoServingExecutor:
     def device(self) -> CoServedDevice:
         assert self._device is not None, "the executor was not entered"
         return self._device
+
+    @property
+    def engines(self) -> Mapping[Side, StepEngine[Any]]:
+        """Of the sides that are driven."""
+        return self._engines
+
+    @property
+    def limits(self) -> Mapping[Side, StepLimits]:
+        """Of their steps."""
+        return self._limits
 
     def drive(self, side: Side) -> Callable[..., CoServedLoop[Any]]:
         """What makes a replica's loop: takes the same arguments as EngineLoop."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from common.errors import EngineClosedError
+from common.serving.coserving.statistics import DeviceReport
 from common.serving.engine import EngineInfo, SampledToken
 from common.serving.front.channel import Channel, ChannelClosedError, Message
 from common.serving.front.messages import (
@@ -47,6 +48,8 @@ class EngineClient:
         self.info = info
         self.failure: str | None = None
         """Why the engine is gone; None while it is there."""
+        self.device: DeviceReport | None = None
+        """What the device that it shares with another model decided and did, if it tells."""
         self._channel = channel
         self._listeners: dict[str, OnEvent] = {}
         self._calls: dict[str, asyncio.Future[Any]] = {}
@@ -190,6 +193,8 @@ class EngineClient:
                     future.set_exception(from_wire(message["error"]))
                 else:
                     future.set_result(message["value"])
+            case "device":
+                self.device = DeviceReport(**message["report"])
             case kind:
                 raise AssertionError(f"the engine sent a message of unknown kind {kind!r}")
 

@@ -3,7 +3,7 @@
 It runs on the event loop that drives the engine, so what it does delays steps: it unpacks token ids and does nothing else. Parsing,
 text and clients are the front's. Messages, by their "kind":
   in: generate (id, request, stream), abort (id), call (id, method, arguments)
-  out: hello, step (tokens, load, counters), end (id, completion or error), answer (id, value or error), failed (text)
+  out: hello, step (tokens, load, counters), end (id, completion or error), answer (id, value or error), device (report), failed
 Invariant: every "generate" is answered by one "end" unless it was aborted, and when the front is gone nothing of it goes on.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from common.errors import EngineClosedError
+from common.serving.coserving.statistics import DeviceReport
 from common.serving.engine import EngineInfo, StepResult
 from common.serving.front.channel import Channel, ChannelClosedError, Message
 from common.serving.front.messages import completion_to_wire, load_to_wire, report_to_wire, request_from_wire, token_to_wire
@@ -94,6 +95,10 @@ class EngineServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._channel.close()
+
+    def tell_of_device(self, report: DeviceReport) -> None:
+        """Send what the device that two models share decided and did; to be called while `serve` runs."""
+        self._channel.send({"kind": "device", "report": vars(report), "state": self._state()})
 
     async def _read(self) -> None:
         while True:

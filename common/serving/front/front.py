@@ -17,6 +17,8 @@ from common.types import Request, SamplingKey, SamplingParams
 
 ONLINE_PRIORITY = 1
 """Rollouts have 0: whoever waits for an answer now goes first."""
+POLICY = "policy"
+"""Name of the model in training where it is not the one that is served."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Front:
     """See the module."""
 
     engine: EngineClient
+    rollout_engine: EngineClient
+    """Of rollouts and control: the same one, or where two models share the device that of the policy."""
     tokenizer: ChatTokenizer
     model_name: str
     tokens: Tokens
@@ -44,18 +48,34 @@ class Front:
     started_s: int
 
     @classmethod
-    def make(cls, engine: EngineClient, tokenizer: ChatTokenizer, *, model_name: str, tokens: Tokens, limits: Limits) -> Front:
+    def make(
+        cls,
+        engine: EngineClient,
+        tokenizer: ChatTokenizer,
+        *,
+        model_name: str,
+        tokens: Tokens,
+        limits: Limits,
+        rollout_engine: EngineClient | None = None,
+    ) -> Front:
+        """`rollout_engine`: None, if one model serves everybody."""
         return cls(
             engine=engine,
+            rollout_engine=rollout_engine or engine,
             tokenizer=tokenizer,
             model_name=model_name,
             tokens=tokens,
             limits=limits,
             calls=Calls(),
-            metrics=Metrics(engine),
+            metrics=Metrics(engine, rollout_engine),
             concurrency=ConcurrencyLimit(limits.max_completions_per_client),
             started_s=int(time.time()),
         )
+
+    @property
+    def rollout_model_name(self) -> str:
+        """What the model of rollouts is called in reports."""
+        return self.model_name if self.rollout_engine is self.engine else POLICY
 
     @property
     def fingerprint(self) -> str:

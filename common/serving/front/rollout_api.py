@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, WithJsonSchema
 from starlette.responses import Response
 
 from common.serving.front.access import Client, Interface
@@ -29,6 +29,17 @@ from common.types import Completion, Request, SamplingKey, SamplingParams
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 KeyPart = Annotated[StrictInt, Field(ge=0, lt=2**32)]
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+
+
+def _numbers(num_values: int) -> WithJsonSchema:
+    """How the document shows a tuple of numbers: its `prefixItems` are misread by generators of clients and by checkers."""
+    return WithJsonSchema({"type": "array", "items": {"type": "number"}, "minItems": num_values, "maxItems": num_values})
+
+
+TopLogprob = Annotated[tuple[int, float], _numbers(2)]
+"""Token id and log-probability."""
+StepTime = Annotated[tuple[float, float, int], _numbers(3)]
+"""End on the monotonic clock in seconds, device seconds, tokens."""
 
 CLOSED: dict[int | str, dict[str, Any]] = {403: {"model": ErrorResponse, "description": "This interface is closed"}}
 ROLLOUT_ERRORS = {status: ERRORS[status] for status in (400, 401, 408, 413, 429, 503)} | CLOSED
@@ -83,7 +94,7 @@ class GenerateResponse(BaseModel):
     weight_versions: list[int]
     finish_reason: str
     cached_prompt_tokens: int
-    top_logprobs: list[list[tuple[int, float]]]
+    top_logprobs: list[list[TopLogprob]]
     error: str | None
 
 
@@ -153,7 +164,7 @@ class DigestsResponse(BaseModel):
 class StepTimesResponse(BaseModel):
     """[end on the monotonic clock in seconds, device seconds, tokens] of the newest steps, oldest first."""
 
-    steps: list[tuple[float, float, int]]
+    steps: list[StepTime]
 
 
 class DrainedResponse(BaseModel):
@@ -185,7 +196,7 @@ def _add_rollouts(routes: APIRouter, front: Front) -> None:
 
 
 def _add_control(routes: APIRouter, front: Front) -> None:
-    engine = front.engine
+    engine = front.rollout_engine
 
     def answer(request: HttpRequest, call: Callable[[], Awaitable[Any]], to_fields: Callable[[Any], dict[str, Any]]) -> Answer:
         """The fields of what `call` gives, as JSON."""
@@ -201,7 +212,7 @@ def _add_control(routes: APIRouter, front: Front) -> None:
         """Never waits for the engine: as of its newest step."""
         identify(front, request, Interface.CONTROL)
         limits = {name: getattr(engine.info, name) for name in ("vocab_size", "max_slots", "max_context_tokens")}
-        names = {"model": front.model_name, "engine": engine.info.name}
+        names = {"model": front.rollout_model_name, "engine": engine.info.name}
         return {**names, **limits, "load": load_to_wire(engine.load), "counters": vars(engine.counters)}
 
     @routes.post("/control/v1/stage", response_model=StageResponse, responses=STAGE_ERRORS)
@@ -246,7 +257,7 @@ async def _generate(front: Front, client: Client, body: GenerateBody) -> Complet
     )
     metrics = front.metrics.call(Interface.ROLLOUT, num_prompt_tokens=len(request.prompt_token_ids))
     try:
-        completion = await front.engine.generate(request)
+        completion = await front.rollout_engine.generate(request)
     except BaseException as error:
         metrics.finish(error, num_cached_tokens=0)
         raise
