@@ -1,6 +1,6 @@
 """What the front costs: TTFT and TPOT over HTTP beside the engine alone, and whether parsing ever delays a step.
 
-    python -m scripts.bench_front --config=configs/frozenlake_cpu.py [--model=DIR] [--backend=jetstream] [--out=front.json]
+    python -m scripts.bench_front [--config=configs/frozenlake_cpu.py] [--model=DIR] [--backend=jetstream] [--out=front.json]
 
 latency: the same greedy completions by the same number of streams, once by an engine in this process and once streamed over HTTP
 from a replica process, in turn, `--rounds` times. parsing: gaps between the ends of engine steps while streams decode, without and
@@ -24,11 +24,10 @@ from common.config import Config, validate
 from common.serving.engine import StepResult
 from common.types import Request, SamplingKey, SamplingParams
 from scripts import entry
-from scripts.check_clients import config_arguments
 from scripts.serving_process import ServingProcess, Streamed, percentile, post, stream_completion
 
 _FLAGS = entry.flags_of(__name__)
-_CONFIG = entry.define_config_flag(_FLAGS)
+_CONFIG = entry.define_config_flag(_FLAGS, "configs/frozenlake_cpu.py")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder; default: a random model.", flag_values=_FLAGS)
 _BACKEND = flags.DEFINE_enum("backend", "jetstream", ["jetstream", "vllm"], "Engine.", flag_values=_FLAGS)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations.", flag_values=_FLAGS)
@@ -209,7 +208,7 @@ def main() -> None:
     config.model.checkpoint = _MODEL.value or config.model.checkpoint
     config.sampler.backend, config.sampler.tokens_per_sequence = _BACKEND.value, 1
     validate(config)
-    arguments = [*config_arguments(), f"--backend={_BACKEND.value}", *([f"--model={_MODEL.value}"] if _MODEL.value else [])]
+    arguments = [*entry.config_arguments(), f"--backend={_BACKEND.value}", *([f"--model={_MODEL.value}"] if _MODEL.value else [])]
     with ServingProcess(arguments) as server:
         result = asyncio.run(measure(config, server))
     for part, rows in result.items():
@@ -221,4 +220,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main, required=["config"])
+    entry.run(main)

@@ -1,6 +1,6 @@
 """Foreign clients, unchanged, against a replica process: the openai package, vLLM's serving benchmark, a JetStream gRPC client.
 
-    python -m scripts.check_clients --config=configs/frozenlake_cpu.py --backends=jetstream,vllm [--model=DIR] [--out=clients.json]
+    python -m scripts.check_clients [--config=FILE] [--backends=jetstream,vllm] [--model=DIR] [--out=clients.json]
 
 Prints what each of them prints. Needs `make serve-env`. Without --model it serves a small random model, written to a folder first,
 since vLLM's benchmark wants a tokenizer to make its prompts with.
@@ -25,7 +25,7 @@ from scripts import entry
 from scripts.serving_process import ServingProcess
 
 _FLAGS = entry.flags_of(__name__)
-_CONFIG = entry.define_config_flag(_FLAGS)
+_CONFIG = entry.define_config_flag(_FLAGS, "configs/frozenlake_cpu.py")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder to serve; default: a random model.", flag_values=_FLAGS)
 _BACKENDS = flags.DEFINE_list("backends", ["jetstream", "vllm"], "Engines to show.", flag_values=_FLAGS)
 _PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Requests of vLLM's benchmark.", flag_values=_FLAGS)
@@ -136,7 +136,7 @@ def main() -> None:
     shown: dict[str, Any] = {}
     with model_folder(_CONFIG.value) as folder:
         for backend in _BACKENDS.value:
-            arguments = [*config_arguments(), f"--model={folder}", f"--backend={backend}", "--grpc_port=0"]
+            arguments = [*entry.config_arguments(), f"--model={folder}", f"--backend={backend}", "--grpc_port=0"]
             with ServingProcess(arguments) as server:
                 clients = {
                     "openai": openai_client(server),
@@ -152,10 +152,5 @@ def main() -> None:
         Path(_OUT.value).write_text(json.dumps(shown, indent=1) + "\n")
 
 
-def config_arguments() -> list[str]:
-    """This command's arguments that say what the configuration is."""
-    return [argument for argument in sys.argv[1:] if argument.lstrip("-").startswith("config")]
-
-
 if __name__ == "__main__":
-    entry.run(main, required=["config"])
+    entry.run(main)

@@ -1,6 +1,6 @@
 """A replica process under good, bad, aborted and slow requests: nothing leaks, no answer is wrong, good requests hardly notice.
 
-    python -m scripts.soak --config=configs/frozenlake_cpu.py [--model=DIR] [--backend=jetstream] [--minutes=10] [--out=soak.json]
+    python -m scripts.soak [--config=configs/frozenlake_cpu.py] [--model=DIR] [--backend=jetstream] [--minutes=10] [--out=soak.json]
 
 First a quarter of the time with good requests alone, then the rest with all kinds. Good ones are greedy and come at a fixed rate,
 whatever the server does; each answer is compared with what the engine gave for the same prompt with nothing beside it. Memory, open
@@ -23,11 +23,10 @@ from typing import Any
 from absl import flags
 
 from scripts import entry
-from scripts.check_clients import config_arguments
 from scripts.serving_process import ServingProcess, Streamed, percentile, post, request_bytes, stream_completion
 
 _FLAGS = entry.flags_of(__name__)
-_CONFIG = entry.define_config_flag(_FLAGS)
+_CONFIG = entry.define_config_flag(_FLAGS, "configs/frozenlake_cpu.py")
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face folder; default: a random model.", flag_values=_FLAGS)
 _BACKEND = flags.DEFINE_enum("backend", "jetstream", ["jetstream", "vllm"], "Engine.", flag_values=_FLAGS)
 _MINUTES = flags.DEFINE_float("minutes", 10.0, "Duration of both parts together.", flag_values=_FLAGS)
@@ -261,7 +260,7 @@ async def measure(server: ServingProcess) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = [*config_arguments(), f"--backend={_BACKEND.value}", *([f"--model={_MODEL.value}"] if _MODEL.value else [])]
+    arguments = [*entry.config_arguments(), f"--backend={_BACKEND.value}", *([f"--model={_MODEL.value}"] if _MODEL.value else [])]
     with ServingProcess(arguments) as server:
         result = asyncio.run(measure(server))
     for name, row in result["latency"].items():
@@ -278,4 +277,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    entry.run(main, required=["config"])
+    entry.run(main)

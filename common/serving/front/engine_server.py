@@ -13,6 +13,7 @@ import asyncio
 import collections
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,8 @@ class EngineServer:
             if store is None or store == self._store:
                 return report_to_wire(await self._replica.stage(version))
             try:
+                if "://" not in store and not Path(store).is_dir():  # to open it would make the folder, wherever that is
+                    raise ValueError(f"store {store!r} is no folder on this machine; name one that has been published to, or a URL")
                 subscriber = self._subscribe(store)
             except (ImportError, OSError) as error:  # a kind of address that needs a package, or one that cannot be
                 raise ValueError(f"store {store!r} cannot be used: {error}") from error

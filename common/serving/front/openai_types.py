@@ -82,7 +82,7 @@ Prompt = Annotated[
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]
 Positive = Annotated[StrictInt, Field(ge=1, lt=2**31)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):

@@ -153,6 +153,8 @@ def test_models_are_listed_under_the_name_they_are_asked_by(client: openai.OpenA
         ({"prompt": [], "max_tokens": 1}, "prompt", "invalid_value"),
         ({"prompt": [99_999], "max_tokens": 1}, "prompt", None),
         ({"prompt": "go", "temperature": 7}, "temperature", "invalid_value"),
+        ({"prompt": "go", "extra_body": {"temperature": "0.5"}}, "temperature", "invalid_value"),
+        ({"prompt": "go", "extra_body": {"top_p": True}}, "top_p", "invalid_value"),
         ({"prompt": "go", "frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
         ({"prompt": "go", "extra_body": {"colour": "red"}}, "colour", "unknown_parameter"),
         ({"prompt": "go", "stream_options": {"include_usage": True}}, "stream_options", None),

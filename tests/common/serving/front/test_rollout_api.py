@@ -165,10 +165,18 @@ def test_weights_are_staged_and_committed_from_the_store_that_is_named(front: Ru
 
 
 def test_a_store_that_brings_nothing_is_an_error_of_its_own_and_is_forgotten(front: RunningFront, tmp_path: Path) -> None:
-    status, answer = control(front, "stage", {"store": str(tmp_path / "empty")})
+    status, answer = control(front, "stage", {"store": str(tmp_path)})
     assert (status, answer["error"]["code"]) == (424, "VersionGoneError")
     assert control(front, "stage", {})[1]["version"] == 0
     assert control(front, "status", method="GET")[1]["load"]["weight_version"] == 0
+
+
+def test_a_folder_that_is_not_there_is_refused_and_not_made(front: RunningFront, tmp_path: Path) -> None:
+    for missing in (tmp_path / "typo", tmp_path / ("x" * 1000), Path("\0")):
+        status, answer = control(front, "stage", {"store": str(missing)})
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert "store" in answer["error"]["message"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_draining_lets_what_runs_finish_and_refuses_the_rest_until_resumed() -> None:
