@@ -159,6 +159,8 @@ class ReplicaConfig:
     backend: str = "jetstream"
     tensor_parallel: int = 1
     """vllm only: ranks that share the model, each a process."""
+    coserve: bool = False
+    """Serve the model of Config.coserving to online clients on the same device, and run rollouts in the gaps of that."""
     address: str | None = None
     """http(s)://HOST:PORT of a running one; None starts one."""
     environment: ConfigDict = dataclasses.field(default_factory=ConfigDict)
@@ -191,6 +193,55 @@ class FleetConfig:
     store_certificate: str | None = None
     """Files of a certificate chain and its key (PEM), to serve weights over TLS."""
     store_key: str | None = None
+
+
+@dataclasses.dataclass
+class TrafficConfig:
+    """Online requests replayed against co-serving replicas for as long as a run lasts: a slice of a trace, over and over."""
+
+    trace: str | None = None
+    """Of common/traffic/data, or a CSV file of that form. None: no request but those of clients of your own."""
+    start_s: float = 0.0
+    """The slice, in seconds of the trace as it is stored."""
+    end_s: float = 60.0
+    time: float = 1.0
+    """The time between arrivals and the lengths of prompts and outputs are scaled by these."""
+    prompts: float = 1.0
+    outputs: float = 1.0
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class CoServingConfig:
+    """What co-serving replicas serve to online clients, what those are promised, and how much rollouts may delay them."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    """The serving model: a Hugging Face folder, or a random one of the shape it gives."""
+    sampler: SamplerConfig = dataclasses.field(
+        default_factory=lambda: SamplerConfig(
+            max_slots=16,
+            max_context_tokens=1024,
+            max_step_tokens=256,  # an arrival may have to wait for a whole step
+            tokens_per_sequence=1,
+            page_tokens=16,
+            max_prefill_tiles=16,
+        )
+    )
+    """Its engine. The backend is the replica's; turns and temperatures are the clients' affair."""
+    ttft_s: float = 0.5
+    """Objectives: time to the first token, and mean time of each token after it."""
+    tpot_s: float = 0.15
+    spend_slack: bool = True
+    """Off: rollouts run only when serving is idle."""
+    step_share: float = 0.35
+    """Part of the TTFT objective that one rollout step may take: what arrives meanwhile waits for it."""
+    max_tpot_rise: float = 50.0
+    """A token waits at most this many times the serving step that makes it: bounds how far the median TPOT rises."""
+    park_after_s: float = 60.0
+    """Without rollouts, until the policy gives up what it holds for running."""
+    online_token: str | None = None
+    """API key of attached replicas' online clients, as file:/path or env:NAME; those that are started have none."""
+    traffic: TrafficConfig = dataclasses.field(default_factory=TrafficConfig)
 
 
 @dataclasses.dataclass
@@ -230,6 +281,7 @@ class Config:
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     transfer: TransferConfig = dataclasses.field(default_factory=TransferConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
+    coserving: CoServingConfig = dataclasses.field(default_factory=CoServingConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
@@ -316,6 +368,10 @@ def _validate_fleet(config: Config) -> None:
             replica.backend == "vllm" or replica.tensor_parallel == 1,
             f"{where}.tensor_parallel={replica.tensor_parallel} needs backend='vllm', not {replica.backend!r}",
         )
+        _require(
+            not replica.coserve or replica.tensor_parallel == 1,
+            f"{where}.tensor_parallel={replica.tensor_parallel} is not possible with coserve=True; set it to 1",
+        )
         if replica.address is not None:
             _require(
                 replica.address.startswith(("http://", "https://")),
@@ -334,6 +390,39 @@ def _validate_fleet(config: Config) -> None:
         (fleet.store_certificate is None) == (fleet.store_key is None),
         "fleet.store_certificate and fleet.store_key belong together; give both or neither",
     )
+
+
+def serving_config(config: Config) -> Config:
+    """The configuration of the model that co-serving replicas serve online, as if it were the only one.
+
+    Its seed is another than the policy's: a random model of the same shape is not the same model.
+    """
+    sampler = dataclasses.replace(config.coserving.sampler, backend=config.sampler.backend)
+    return dataclasses.replace(
+        config, seed=(config.seed + 1) % 2**31, model=config.coserving.model, sampler=sampler, fleet=FleetConfig()
+    )
+
+
+def validate_coserving(config: Config) -> None:
+    """Check what co-serving replicas need. Done by `validate` if the fleet has one.
+
+    Raises:
+        ValueError: names the field, its value and the fix.
+    """
+    coserving, traffic = config.coserving, config.coserving.traffic
+    _require_positive("coserving", coserving, "ttft_s", "tpot_s", "park_after_s")
+    _require(0 < coserving.step_share <= 1, f"coserving.step_share={coserving.step_share} must lie in (0, 1]")
+    _require(coserving.max_tpot_rise >= 1, f"coserving.max_tpot_rise={coserving.max_tpot_rise} must be at least 1")
+    _require_positive("coserving.traffic", traffic, "time", "prompts", "outputs")
+    _require_not_negative("coserving.traffic", traffic, "start_s", "seed")
+    _require(
+        traffic.start_s < traffic.end_s,
+        f"coserving.traffic.start_s={traffic.start_s} must be below end_s={traffic.end_s}: nothing arrives between them",
+    )
+    try:
+        validate(serving_config(config))
+    except ValueError as error:
+        raise ValueError(f"of the serving model (these fields of coserving): {error}") from error
 
 
 def validate(config: Config) -> None:
@@ -375,6 +464,8 @@ def validate(config: Config) -> None:
     _require_positive("env", config.env, "turn_timeout_s")
     _require_positive("transfer", config.transfer, "anchor_interval", "timeout_s")
     _validate_fleet(config)
+    if any(replica.coserve for replica in config.fleet.replicas):
+        validate_coserving(config)
     _require_positive("eval", config.eval, "num_tasks", "num_tasks_in_run")
     _require_not_negative("eval", config.eval, "interval")
     _require_positive("checkpoint", config.checkpoint, "interval", "warmup_interval", "keep")

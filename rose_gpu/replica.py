@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from common.config import Config
 from common.serving.engine import StaleCache
+from common.serving.loop import EngineLoop
 from common.serving.replica import LocalReplica
 from common.transfer.staging import StagedUpdate
 from common.transfer.store.protocol import Store
@@ -38,6 +39,7 @@ class VllmReplica(LocalReplica[StagedUpdate]):
         hf_config: the fields of the model's config.json.
         ranks_store: where every rank fetches its own part, if `store` is one that other processes can reach; None: this process
             fetches all of each version and hands it to the ranks.
+        drive: see LocalReplica.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class VllmReplica(LocalReplica[StagedUpdate]):
         store: Store,
         *,
         ranks_store: StoreAddress | None = None,
+        drive: Callable[..., EngineLoop[StagedUpdate]] = EngineLoop,
     ) -> None:
         sampler = config.sampler
         with tempfile.TemporaryDirectory(prefix="rose_vllm_") as folder:
@@ -77,6 +80,7 @@ class VllmReplica(LocalReplica[StagedUpdate]):
             engine,
             subscriber,  # type: ignore[arg-type]  # of either kind: what a replica calls is the same
             max_step_tokens=sampler.max_step_tokens,
+            drive=drive,
         )
 
     async def __aexit__(self, *exc: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from common.config import Config
 from common.serving.engine import StaleCache
+from common.serving.loop import EngineLoop
 from common.serving.replica import LocalReplica
 from common.transfer.publisher import Publisher
 from common.transfer.store.memory import MemoryStore
@@ -35,10 +36,18 @@ class JaxReplica(LocalReplica[nnx.State]):
 
     Args:
         mesh: with an axis "tensor", over which the engine is cut; None: one device.
+        drive: see LocalReplica.
     """
 
     def __init__(
-        self, replica_id: str, config: Config, model_config: Qwen3Config, store: Store, *, mesh: Mesh | None = None
+        self,
+        replica_id: str,
+        config: Config,
+        model_config: Qwen3Config,
+        store: Store,
+        *,
+        mesh: Mesh | None = None,
+        drive: Callable[..., EngineLoop[nnx.State]] = EngineLoop,
     ) -> None:
         dtype = jnp.dtype(config.model.compute_dtype)
         _, shapes = nnx.split(abstract_model(model_config, dtype))
@@ -66,6 +75,7 @@ class JaxReplica(LocalReplica[nnx.State]):
             subscriber,
             max_step_tokens=sampler.max_step_tokens,
             tokens_per_sequence=sampler.tokens_per_sequence,
+            drive=drive,
         )
 
     def differing_tensors(self, published: Mapping[str, np.ndarray]) -> list[str]:

@@ -31,12 +31,18 @@ END_TIMEOUT_S = 20.0
 
 
 class EngineProcess:
-    """Use as `async with`; leaving it ends the process. `arguments` are those of scripts.serve."""
+    """Use as `async with`; leaving it ends the process. `arguments` are those of scripts.serve.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    Args:
+        two_models: it has a second engine, of rollouts, with a socket pair of its own.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, two_models: bool = False) -> None:
         self._arguments = list(arguments)
+        self._flags = ("engine_fd", "rollout_fd") if two_models else ("engine_fd",)
+        self._ours: list[socket.socket] = []
         self._process: asyncio.subprocess.Process | None = None
-        self._client: EngineClient | None = None
+        self._clients: list[EngineClient] = []
         self._copying: asyncio.Task[None] | None = None
         self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LAST_LINES)
 
@@ -46,16 +52,21 @@ class EngineProcess:
         return self._process.pid
 
     async def __aenter__(self) -> EngineProcess:
-        self._ours, theirs = socket.socketpair()
+        theirs: dict[str, socket.socket] = {}
+        for flag in self._flags:
+            ours, theirs[flag] = socket.socketpair()
+            self._ours.append(ours)
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
+        with contextlib.ExitStack() as stack:
+            for end in theirs.values():
+                stack.enter_context(end)
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "scripts.serve",
                 *self._arguments,
-                f"--engine_fd={theirs.fileno()}",
-                pass_fds=[theirs.fileno()],
+                *(f"--{flag}={end.fileno()}" for flag, end in theirs.items()),
+                pass_fds=[end.fileno() for end in theirs.values()],
                 env=os.environ | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -64,19 +75,20 @@ class EngineProcess:
         return self
 
     async def connect(self) -> EngineClient:
-        """Wait until the engine is ready, which for a large model takes as long as loading it.
+        """Wait until the engine is ready, which for a large model takes as long as loading it. Again: the same of the second one.
 
         Raises:
             EngineClosedError: it failed first; the text is its own.
         """
-        channel = await Channel.over(self._ours)
+        channel = await Channel.over(self._ours[len(self._clients)])
         try:
-            self._client = await EngineClient.connect(channel)
+            client = await EngineClient.connect(channel)
         except EngineClosedError as error:
             await channel.close()
             await self._end()
             raise EngineClosedError(f"{error}: {await self.explain()}") from error
-        return self._client
+        self._clients.append(client)
+        return client
 
     async def explain(self) -> str:
         """How the process ended, in its own words as far as there are any. Waits a moment for it to have ended."""
@@ -95,11 +107,12 @@ class EngineProcess:
         return f"the engine process {self._process.pid} {how}" + (f"; it last said:\n{said}" if said else "")
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._client is not None:
-            await self._client.close()
-        elif self._process is not None and self._process.returncode is None:
+        for client in self._clients:
+            await client.close()
+        if len(self._clients) < len(self._flags) and self._process is not None and self._process.returncode is None:
             self._process.terminate()  # it is still starting and would notice only when it is ready
-        self._ours.close()
+        for ours in self._ours:
+            ours.close()
         await self._end()
 
     async def _end(self) -> None:

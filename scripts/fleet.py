@@ -85,7 +85,8 @@ def _origin(config: Config, replica: ReplicaConfig, folder: Path, shared: _Share
         *(sys.executable, "-m", "scripts.serve", *entry.config_arguments()),
         *(f"--backend={replica.backend}", f"--config.sampler.tensor_parallel={replica.tensor_parallel}"),
         *(f"--replica_id={replica.name}", "--port=0", f"--ready_file={ready}"),
-        *(f"--tokens_per_step={config.sampler.tokens_per_sequence}", "--nowarm_up"),  # programs are compiled as turns need them
+        f"--tokens_per_step={config.sampler.tokens_per_sequence}",
+        "--coserve" if replica.coserve else "--nowarm_up",  # a dedicated one compiles programs as turns need them
         *(f"--store={shared.store_url}", f"--store_token={shared.store}"),
         *((f"--store_ca={fleet.ca}",) if fleet.store_certificate and fleet.ca else ()),
         *(f"--rollout_token={shared.rollout}", f"--control_token={shared.control}"),

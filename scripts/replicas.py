@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.config import Config
 from common.rollout.runner import RunningReplica
+from common.serving.loop import EngineLoop
 from common.transfer.store.protocol import Store
 from rose_jax.models.qwen3_config import Qwen3Config
 
@@ -21,8 +22,15 @@ class TrainingReplica(RunningReplica, Protocol):
         ...
 
 
-def make_replica(replica_id: str, config: Config, model_config: Qwen3Config, store: Store) -> TrainingReplica:
-    """A replica without weights, fed from `store`.
+def make_replica(
+    replica_id: str,
+    config: Config,
+    model_config: Qwen3Config,
+    store: Store,
+    *,
+    drive: Callable[..., EngineLoop[Any]] = EngineLoop,
+) -> TrainingReplica:
+    """A replica without weights, fed from `store`, whose engine `drive` makes the loop of.
 
     Raises:
         ModuleNotFoundError: the backend is not installed; the text says how to get it.
@@ -32,10 +40,10 @@ def make_replica(replica_id: str, config: Config, model_config: Qwen3Config, sto
         case "jetstream":
             from rose_jax.replica import JaxReplica
 
-            return JaxReplica(replica_id, config, model_config, store)
+            return JaxReplica(replica_id, config, model_config, store, drive=drive)
         case "vllm":
             from rose_gpu.replica import VllmReplica
 
-            return VllmReplica(replica_id, config, model_config.to_hf(), store)
+            return VllmReplica(replica_id, config, model_config.to_hf(), store, drive=drive)
         case backend:
             raise ValueError(f"sampler.backend={backend!r} is unknown; use jetstream or vllm")

@@ -28,6 +28,7 @@ from rose_jax.policy import Policy, build_policy
 from rose_jax.publishing import LearnerPublisher
 from scripts.fleet import open_fleet
 from scripts.replicas import TrainingReplica, make_replica
+from scripts.traffic import OnlineTraffic, check_traffic
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,6 +46,7 @@ class Run:
     publisher: LearnerPublisher
     replica: TrainingReplica
     runner: RolloutRunner
+    traffic: OnlineTraffic
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -94,7 +96,9 @@ def open_run(config: Config, workdir: Path, stack: contextlib.ExitStack) -> Run:
     Raises:
         ValueError: parts of the configuration do not fit each other, or the workdir holds another run.
         CheckpointError: a model or a checkpoint cannot be used.
+        TrafficError: online traffic was asked for and does not begin.
     """
+    check_traffic(config)
     suite = load_task_suite(config.env.factory, config.env.options)
     mesh = make_mesh(config.mesh)
     policy = build_policy(config, suite, mesh)
@@ -122,6 +126,10 @@ def open_run(config: Config, workdir: Path, stack: contextlib.ExitStack) -> Run:
         if config.fleet.replicas
         else make_replica("local", config, policy.model_config, store)
     )
+    runner = stack.enter_context(RolloutRunner(config, suite, policy.chat, replica))
+    traffic = OnlineTraffic(config, workdir)
+    stack.callback(traffic.stop)
+    traffic.wait_until_it_flows()
     return Run(
         config=config,
         workdir=workdir,
@@ -133,5 +141,6 @@ def open_run(config: Config, workdir: Path, stack: contextlib.ExitStack) -> Run:
         log=log,
         publisher=publisher,
         replica=replica,
-        runner=stack.enter_context(RolloutRunner(config, suite, policy.chat, replica)),
+        runner=runner,
+        traffic=traffic,
     )

@@ -7,6 +7,9 @@ first line it prints. With --store it starts without weights and takes them from
 commit). This process is the front: HTTP, gRPC, text and templates. The engine is a process of its own, the same command with
 --engine_fd, which sees token ids only; when either ends, so does the other. SIGTERM lets what is under way finish, a second one
 ends it at once.
+
+With --coserve the device has two models: that of the configuration's `coserving` section answers online clients under latency
+objectives, and the configuration's own model, the policy, runs rollouts in the gaps and takes the weights. docs/coserving.md.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from pathlib import Path
 
 from absl import flags
 
-from common.config import Config, validate
+from common.config import Config, serving_config, validate, validate_coserving
 from common.rollout.chat import ChatTokenizer
 from common.rollout.environment import load_task_suite
+from common.serving.coserving.events import Side
 from common.serving.front.access import Tokens
 from common.serving.front.front import Front, Limits
 from common.serving.front.server import FrontServer, address_of, allow_many_connections, listen
@@ -66,9 +70,13 @@ _MAX_PER_CLIENT = flags.DEFINE_integer(
 _STEP_TOKENS = flags.DEFINE_integer(
     "tokens_per_step", 1, "Tokens of a sequence in one step of jetstream: more are faster and arrive in lumps.", flag_values=_FLAGS
 )
+_COSERVE = flags.DEFINE_bool(
+    "coserve", False, "Serve the model of config.coserving online, the policy (--model) to rollouts.", flag_values=_FLAGS
+)
 _WARM_UP = flags.DEFINE_bool("warm_up", True, "Compile every step's program before the first call.", flag_values=_FLAGS)
 _OWNER_PID = flags.DEFINE_integer("owner_pid", None, "End when this process, which must be the parent, ends.", flag_values=_FLAGS)
 _ENGINE_FD = flags.DEFINE_integer("engine_fd", None, "For this command's own use.", flag_values=_FLAGS)
+_ROLLOUT_FD = flags.DEFINE_integer("rollout_fd", None, "For this command's own use.", flag_values=_FLAGS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,11 +95,18 @@ def resolve(config: Config) -> Config:
     config.sampler.backend = _BACKEND.value or config.sampler.backend
     config.sampler.tokens_per_sequence = _STEP_TOKENS.value
     validate(config)
+    if _COSERVE.value:
+        validate_coserving(config)
+        if not _WARM_UP.value:
+            raise ValueError("--nowarm_up with --coserve: a program compiled in mid-run would miss objectives; leave it out")
     return config
 
 
 def served_model(config: Config) -> Served:
-    """Raises ValueError if the folder's tokenizer cannot be used."""
+    """Of the model that online clients get. Raises ValueError if the folder's tokenizer cannot be used."""
+    policy = config
+    if _COSERVE.value:
+        config = serving_config(config)
     if config.model.checkpoint is not None:
         folder = Path(config.model.checkpoint)
         tokenizer = ChatTokenizer.load(folder)
@@ -101,10 +116,13 @@ def served_model(config: Config) -> Served:
         suite = load_task_suite(config.env.factory, config.env.options)
         tokenizer = ChatTokenizer.from_vocabulary(suite.vocabulary())
         name, what = "random", f"a random model (seed {config.seed}) with the words of {config.env.factory}"
-    if _STORE.value:
+    if _STORE.value and not _COSERVE.value:
         what = f"no weights yet, to be staged from {_STORE.value}; the tokenizer is that of {what}"
     sampler = config.sampler
     where = f"on {sampler.backend}, {sampler.max_slots} slots of {sampler.max_context_tokens} tokens"
+    if _COSERVE.value:
+        weights = f"weights staged from {_STORE.value}" if _STORE.value else policy.model.checkpoint or "random weights"
+        where += f"; in its gaps rollouts of a policy with {weights}"
     return Served(config=config, name=_NAME.value or name, tokenizer=tokenizer, description=f"{what}, {where}")
 
 
@@ -131,10 +149,19 @@ async def serve(served: Served, tokens: Tokens, tls: ssl.SSLContext | None, list
         max_prompt_tokens=_MAX_PROMPT.value,
         max_completions_per_client=_MAX_PER_CLIENT.value,
     )
-    async with EngineProcess(sys.argv[1:]) as process:
+    async with EngineProcess(sys.argv[1:], two_models=_COSERVE.value) as process:
         engine = await process.connect()
+        rollout_engine = await process.connect() if _COSERVE.value else None
         engine_run = asyncio.create_task(engine.run(process.explain))
-        front = Front.make(engine, served.tokenizer, model_name=served.name, tokens=tokens, limits=limits)
+        rollout_run = asyncio.create_task(rollout_engine.run(process.explain)) if rollout_engine is not None else None
+        front = Front.make(
+            engine,
+            served.tokenizer,
+            model_name=served.name,
+            tokens=tokens,
+            limits=limits,
+            rollout_engine=rollout_engine,
+        )
         server = FrontServer(front, listener, tls=tls)
         async with contextlib.AsyncExitStack() as stack:
             grpc_port = await start_grpc(front, stack) if _GRPC_PORT.value is not None else None
@@ -145,7 +172,11 @@ async def serve(served: Served, tokens: Tokens, tls: ssl.SSLContext | None, list
                 write_ready_file(Path(_READY_FILE.value), report)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, server.stop)
-            return await server.run(engine_run)
+            outcome = await server.run(engine_run)
+            if rollout_run is not None:
+                rollout_run.cancel()
+                await asyncio.gather(rollout_run, return_exceptions=True)
+            return outcome
 
 
 async def start_grpc(front: Front, stack: contextlib.AsyncExitStack) -> int:
@@ -173,6 +204,12 @@ def main() -> None:
         from scripts.serve_engine import StoreOptions, run_engine
 
         store = StoreOptions(address=_STORE.value, token=_STORE_TOKEN.value, ca=_STORE_CA.value)
+        if _ROLLOUT_FD.value is not None:
+            from scripts.serve_coserving import run_two_engines
+
+            ends = {Side.SERVING: _ENGINE_FD.value, Side.ROLLOUT: _ROLLOUT_FD.value}
+            run_two_engines(config, replica_id=_REPLICA_ID.value, ends=ends, store=store)
+            return
         run_engine(config, replica_id=_REPLICA_ID.value, channel_fd=_ENGINE_FD.value, store=store, warm_up=_WARM_UP.value)
         return
     if _OWNER_PID.value is not None:

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from common.rollout.environment import load_task_suite
 from common.serving.front.channel import Channel
 from common.serving.front.engine_server import EngineServer
 from common.serving.front.remote_errors import to_wire
+from common.serving.loop import EngineLoop
 from common.transfer.publisher import Publisher
 from common.transfer.secrets import client_tls, read_secret
 from common.transfer.store.directory import DirectoryStore
@@ -92,8 +94,13 @@ async def _serve(config: Config, replica_id: str, end: socket.socket, options: S
         raise SystemExit(1) from error
 
 
-def make_served_replica(config: Config, replica_id: str, options: StoreOptions) -> Any:
+def make_served_replica(
+    config: Config, replica_id: str, options: StoreOptions, *, drive: Callable[..., EngineLoop[Any]] = EngineLoop
+) -> Any:
     """A replica without weights, and in its store what it is to serve, unless that is still to come.
+
+    Args:
+        drive: see LocalReplica.
 
     Raises:
         CheckpointError: the model's folder cannot be used.
@@ -101,12 +108,14 @@ def make_served_replica(config: Config, replica_id: str, options: StoreOptions) 
     """
     if options.address is not None and config.model.checkpoint is not None:
         model_config = load_config(Path(config.model.checkpoint))
-        return make_replica(replica_id, config, model_config, options.open(options.address, config.transfer.timeout_s))
+        store = options.open(options.address, config.transfer.timeout_s)
+        return make_replica(replica_id, config, model_config, store, drive=drive)
     policy = build_policy(config, load_task_suite(config.env.factory, config.env.options), make_mesh(MeshConfig()))
     if options.address is not None:
-        return make_replica(replica_id, config, policy.model_config, options.open(options.address, config.transfer.timeout_s))
-    store, dtype = MemoryStore(), config.model.weights_dtype
+        store = options.open(options.address, config.transfer.timeout_s)
+        return make_replica(replica_id, config, policy.model_config, store, drive=drive)
+    own_store, dtype = MemoryStore(), config.model.weights_dtype
     weights = cast_weights(policy.params, weights_dtype=dtype, compute_dtype=dtype)
-    with contextlib.closing(Publisher(store)) as publisher:
+    with contextlib.closing(Publisher(own_store)) as publisher:
         publisher.publish(FIRST_VERSION, {name: np.asarray(tensor) for name, tensor in named_tensors(weights)}).result()
-    return make_replica(replica_id, config, policy.model_config, store)
+    return make_replica(replica_id, config, policy.model_config, own_store, drive=drive)

@@ -57,7 +57,7 @@ async def replay(
     for idx, (request, entry) in enumerate(zip(trace.requests, times, strict=True)):
         prompt = prompt_of(request, idx, options)
         await asyncio.sleep(max(0.0, entry.arrival_s - clock.now_s()))
-        tasks.append(asyncio.create_task(_send(target, prompt, entry, options.seed + idx, clock, on_done)))
+        tasks.append(asyncio.create_task(send(target, prompt, entry, options.seed + idx, clock, on_done)))
     if tasks:
         end_s = zero_s + trace.span_s + options.grace_s
         await asyncio.wait(tasks, timeout=max(0.0, end_s - clock.now_s()))
@@ -74,7 +74,7 @@ def prompt_of(request: TraceRequest, idx: int, options: ReplayOptions) -> list[i
     return rng.integers(0, options.vocab_size, request.prompt_tokens).tolist()
 
 
-async def _send(
+async def send(
     target: Target,
     prompt: list[int],
     entry: RequestTimes,
@@ -82,6 +82,7 @@ async def _send(
     clock: Clock,
     on_done: Callable[[RequestTimes], None] | None,
 ) -> None:
+    """Send one request and note in `entry` what became of it; cancelling gives it up, which is noted too."""
     entry.sent_s = clock.now_s()
     try:
         num_generated = await stream_completion(
