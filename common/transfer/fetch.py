@@ -205,10 +205,10 @@ def leases(store: Store, keys: Sequence[UpdateKey], holder: str) -> Iterator[Non
             for key in keys:
                 try:
                     store.lease(key, holder)
-                except TransferError as e:
+                except (TransferError, OSError) as e:
                     log.warning("the lease on %s was not renewed: %s", key.path, e)
         for key in keys:
-            with contextlib.suppress(TransferError):  # it ends by itself
+            with contextlib.suppress(TransferError, OSError):  # it ends by itself
                 store.release(key, holder)
 
     keeper = threading.Thread(target=keep, name=f"leases-{holder}", daemon=True)

@@ -65,6 +65,16 @@ def newest_path(entries: Sequence[CatalogEntry], held: Held | None, *, version: 
     return best[max(best)] if best else None
 
 
+def bytes_of_open(entries: Sequence[CatalogEntry]) -> dict[UpdateKey, int]:
+    """How far each update is that is still being written: for `still_moving`, when waiting for one was in vain."""
+    return {entry.head.key: entry.wire_bytes for entry in entries if entry.state is UpdateState.OPEN}
+
+
+def still_moving(entries: Sequence[CatalogEntry], stalled: Mapping[UpdateKey, int]) -> list[CatalogEntry]:
+    """Without the open updates that have no more bytes than they had in `stalled`: a receiver takes what is whole meanwhile."""
+    return [e for e in entries if e.state is not UpdateState.OPEN or stalled.get(e.head.key) != e.wire_bytes]
+
+
 def prunable(entries: Sequence[CatalogEntry], confirmations: Mapping[str, Confirmation]) -> list[UpdateKey]:
     """Updates that no receiver will want: not those that lead from the newest anchor to the newest version, nor those by which a
     receiver seen lately catches up more cheaply than by the anchor, nor any that is still being written. Leases are not looked at.

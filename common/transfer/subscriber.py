@@ -38,7 +38,7 @@ from common.transfer.manifest import (
     UpdateKey,
     parse_manifest,
 )
-from common.transfer.paths import Held, newest_path
+from common.transfer.paths import Held, bytes_of_open, newest_path, still_moving
 from common.transfer.paths import Path as UpdatePath
 from common.transfer.receive import Receiver
 from common.transfer.staging import StagedUpdate, WholeRuns
@@ -96,6 +96,11 @@ class Subscriber:
     def version(self) -> int | None:
         """The version committed last; None before the first."""
         return None if self._held is None else self._held.version
+
+    @property
+    def held(self) -> Held | None:
+        """The version committed last and the publisher life it is of: another life may use the same numbers."""
+        return self._held
 
     def poll(self, timeout_s: float = 0.0) -> int | None:
         """The newest version that can be staged, as soon as there is one; None if there is none within `timeout_s`."""
@@ -206,8 +211,7 @@ class Subscriber:
 
     def _path(self, entries: tuple[CatalogEntry, ...], version: int | None) -> UpdatePath | None:
         """The way from what is held (nothing, if that is in doubt), avoiding updates that stalled and have not moved since."""
-        moving = [e for e in entries if e.state is not UpdateState.OPEN or self._stalled.get(e.head.key) != e.wire_bytes]
-        return newest_path(moving, None if self._in_doubt else self._held, version=version)
+        return newest_path(still_moving(entries, self._stalled), None if self._in_doubt else self._held, version=version)
 
     def _fresh_catalog(self) -> Catalog:
         """What a poll saw just now, once, or else the catalogue: a stage that follows its poll saves a round trip."""
@@ -237,8 +241,7 @@ class Subscriber:
             self._in_doubt = True
             raise
         except (TransferTimeoutError, FarSideError):
-            after = self._store.catalog().entries
-            self._stalled = {e.head.key: e.wire_bytes for e in after if e.state is UpdateState.OPEN}
+            self._stalled = bytes_of_open(self._store.catalog().entries)
             raise
 
     def _holding_of(self, head: UpdateHead) -> Holding:
@@ -263,5 +266,5 @@ class Subscriber:
         try:
             self._store.confirm(self._id, version)
             self._unconfirmed = None
-        except TransferError as e:
+        except (TransferError, OSError) as e:  # OSError: a store in a folder
             log.warning("version %d is committed, but the store does not know yet: %s", version, e)

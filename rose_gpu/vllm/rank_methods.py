@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from common.transfer.paths import Held
 from rose_gpu.vllm.rank_receiver import RankReceiver
 from rose_gpu.vllm.rank_weights import RankWeights
 from rose_gpu.vllm.store_address import StoreAddress
@@ -44,19 +45,19 @@ class RankMethods:
     def staging_state(self) -> dict[str, Any]:
         return self.rose_receiver.state()
 
-    def write_staged(self, version: int, max_bytes: int) -> tuple[bool, str | None]:
+    def write_staged(self, lineage: str, version: int, max_bytes: int) -> tuple[bool, str | None]:
         """(whether all is written, text of a failure)."""
         written = False
 
         def write() -> None:
             nonlocal written
-            written = self.rose_receiver.write(version, max_bytes)
+            written = self.rose_receiver.write(Held(lineage, version), max_bytes)
 
         failure = text_of_failure(write)
         return written, failure
 
-    def finish_staged(self, version: int) -> None:
-        self.rose_receiver.finish(version)
+    def finish_staged(self, lineage: str, version: int) -> None:
+        self.rose_receiver.finish(Held(lineage, version))
 
     def roll_back_staged(self) -> None:
         self.rose_receiver.roll_back()

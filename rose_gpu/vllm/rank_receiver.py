@@ -17,6 +17,7 @@ from jaxtyping import Shaped, UInt64
 
 from common.transfer.boxes import Box
 from common.transfer.errors import TransferError
+from common.transfer.paths import Held
 from common.transfer.secrets import read_secret
 from common.transfer.staging import StagedUpdate
 from common.transfer.subscriber import Subscriber
@@ -104,23 +105,26 @@ class RankReceiver:
         if self._error is not None:
             return {"running": False, "error": self._error}
         staged = self._staged
-        if staged is None:
-            return {"running": False, "wire_bytes": 0, "staged_elements": 0, "seconds": {}}
+        if staged is None:  # nothing newer than what is held
+            held = self._subscriber.held
+            version = {} if held is None else {"lineage": held.lineage, "version": held.version}
+            return {"running": False, **version, "wire_bytes": 0, "staged_elements": 0, "seconds": {}}
         report = {"wire_bytes": staged.wire_bytes, "staged_elements": staged.staged_elements, "seconds": staged.seconds}
-        return {"running": False, "version": staged.version, **report}
+        return {"running": False, "lineage": staged.lineage, "version": staged.version, **report}
 
-    def write(self, version: int, max_bytes: int) -> bool:
-        """Write the next piece of a staged version. True when all of it is written; nothing is served from it before `finish`."""
-        if self._subscriber.version == version:
+    def write(self, goal: Held, max_bytes: int) -> bool:
+        """Write the next piece of what is staged. True when all of it is written; nothing is served from it before `finish`."""
+        if self._subscriber.held == goal:
             return True
-        assert self._staged is not None, f"version {version} is not staged"
-        assert self._staged.version == version, f"version {self._staged.version} is staged, not {version}"
+        assert self._staged is not None, f"{goal} is not staged"
+        staged = Held(self._staged.lineage, self._staged.version)
+        assert staged == goal, f"{staged} is staged, not {goal}"
         self._subscriber.check_base(self._staged)
         return self._target.write_some(self._staged, max_bytes)
 
-    def finish(self, version: int) -> None:
+    def finish(self, goal: Held) -> None:
         """Keep what `write` has written, on every rank."""
-        if self._subscriber.version != version and self._staged is not None:
+        if self._subscriber.held != goal and self._staged is not None:
             self._subscriber.commit(self._staged)
         self._staged = None
 

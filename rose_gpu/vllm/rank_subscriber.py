@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from common.errors import RoseError
 from common.transfer import errors
 from common.transfer.boxes import Box
-from common.transfer.errors import TransferError, VersionGoneError
+from common.transfer.errors import FarSideError, TransferError, TransferTimeoutError, VersionGoneError
 from common.transfer.holding import check_coverage
-from common.transfer.paths import Held, newest_path
+from common.transfer.manifest import UpdateHead, UpdateKey
+from common.transfer.paths import Held, bytes_of_open, newest_path, still_moving
 from rose_gpu.vllm.store_address import StoreAddress
 from rose_gpu.vllm.worker_weights import RankUpdate
 
@@ -54,6 +55,7 @@ class RankSubscriber:
         self._store = address.open()
         self._held: Held | None = None
         self._staged: RankUpdate | None = None
+        self._stalled: dict[UpdateKey, int] = {}
         by_rank = self._ranks.call_ranks("weight_boxes")
         specs = {name: (tuple(shape), dtype) for held in by_rank for name, (shape, dtype, _) in held.items()}
         owned = [
@@ -73,7 +75,8 @@ class RankSubscriber:
         Raises:
             TransferError: of the first rank that failed. Weights and version are as before, and another call starts afresh.
         """
-        path = newest_path(self._store.catalog().entries, self._held, version=version)
+        entries = still_moving(self._store.catalog().entries, self._stalled)
+        path = newest_path(entries, self._held, version=version)
         if path is None:
             raise VersionGoneError(f"no update leads from {self._held} to {version or 'any version'}; wait for the next anchor")
         if not path.updates:
@@ -82,8 +85,11 @@ class RankSubscriber:
         if self._staged is not None and (self._staged.lineage, self._staged.version) == (goal.lineage, goal.version):
             return self._staged
         self._staged = None
-        self._check(self._ranks.call_ranks("start_staging", goal.version))
-        states = self._wait()
+        try:
+            states = self._stage_on_all(goal)
+        except (TransferTimeoutError, FarSideError):
+            self._stalled = bytes_of_open(self._store.catalog().entries)
+            raise
         seconds: dict[str, float] = {}
         for state in states:
             seconds = {name: max(value, seconds.get(name, 0.0)) for name, value in {**seconds, **state["seconds"]}.items()}
@@ -110,6 +116,19 @@ class RankSubscriber:
 
     def close(self) -> None:
         """The ranks end with their engine."""
+
+    def _stage_on_all(self, goal: UpdateHead) -> list[Mapping[str, Any]]:
+        """What each rank says of having staged `goal`. Ranks look at the catalogue for themselves, and a publisher that has started
+        anew may use the same numbers: then they have staged something else."""
+        self._check(self._ranks.call_ranks("start_staging", goal.version))
+        states = self._wait()
+        for rank, state in enumerate(states):
+            found = Held(state["lineage"], state["version"])
+            if found != Held(goal.lineage, goal.version):
+                raise VersionGoneError(
+                    f"rank {rank} has staged {found}, not {goal.key.path} of lineage {goal.lineage}; stage again"
+                )
+        return states
 
     def _wait(self) -> list[Mapping[str, Any]]:
         pause_s = FIRST_POLL_S

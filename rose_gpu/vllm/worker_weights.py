@@ -75,14 +75,14 @@ class WorkerWeights:
         finished = False
         try:
             while True:
-                answers = self._rpc("write_staged", args=(update.version, max_slice_bytes))
+                answers = self._rpc("write_staged", args=(update.lineage, update.version, max_slice_bytes))
                 failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
                 if failures:
                     raise CommitError(f"writing version {update.version} failed, the old weights are whole: {failures}")
                 if all(written for written, _ in answers):
                     break
                 yield
-            self._rpc("finish_staged", args=(update.version,))
+            self._rpc("finish_staged", args=(update.lineage, update.version))
             finished = True
         finally:
             if not finished:

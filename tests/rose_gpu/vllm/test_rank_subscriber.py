@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import functools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.transfer.errors import LayoutMismatchError
+from common.transfer.errors import LayoutMismatchError, TransferTimeoutError, VersionGoneError
 from common.transfer.publisher import Publisher
 from common.transfer.shards import build_layout
 from common.transfer.store.directory import DirectoryStore
@@ -201,6 +204,85 @@ def test_a_rank_that_holds_other_boxes_than_before_is_an_error_and_then_takes_an
     publisher.publish(1, changed(model, 1)).result(10)
     with pytest.raises(LayoutMismatchError, match="other boxes"):
         subscriber.stage()
+
+
+def republished(tmp_path: Path, version: int, model: dict[str, np.ndarray]) -> None:
+    """A publisher that starts anew and publishes a version of that number."""
+    publisher = Publisher(DirectoryStore(tmp_path), lay_out=fine_layout, anchor_interval=100)
+    publisher.publish(version, model).result(10)
+    publisher.close()
+
+
+def test_a_publisher_that_starts_anew_with_the_version_held_is_followed(tmp_path: Path) -> None:
+    engine = Engine()
+    subscriber = subscribe(engine, tmp_path)
+    for life in range(2):
+        republished(tmp_path, 3, make_model(life))
+        staged = subscriber.stage()
+        assert staged is not None
+        subscriber.commit(staged)
+        engine.assert_holds(make_model(life))
+    assert subscriber.stage() is None
+
+
+def test_ranks_that_stage_different_lives_of_a_publisher_commit_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    subscriber = subscribe(engine, tmp_path)
+    republished(tmp_path, 3, make_model(0))
+    late, start = engine.workers[1], engine.workers[1].start_staging
+
+    def start_after_the_restart(version: int) -> str | None:
+        while engine.workers[0].staging_state()["running"]:
+            time.sleep(0.001)
+        republished(tmp_path, 3, make_model(1))
+        return start(version)
+
+    monkeypatch.setattr(late, "start_staging", start_after_the_restart)
+    with pytest.raises(VersionGoneError, match=r"rank [01] has staged .*stage again"):
+        subscriber.stage()
+    monkeypatch.undo()
+    staged = subscriber.stage()
+    assert staged is not None
+    subscriber.commit(staged)
+    engine.assert_holds(make_model(1))
+
+
+def test_an_update_that_stalls_is_passed_over_for_the_newest_that_is_whole(tmp_path: Path, publisher: Publisher) -> None:
+    engine, model = Engine(), make_model(0)
+    subscriber = RankSubscriber(engine, StoreAddress(where=str(tmp_path), timeout_s=0.3), receiver_id="r")
+    publisher.publish(0, model).result(10)
+    staged = subscriber.stage()
+    assert staged is not None
+    subscriber.commit(staged)
+    model = changed(model, 1)
+    publisher.publish(1, model).result(10)
+    store = DirectoryStore(tmp_path)
+    store.open(dataclasses.replace(store.catalog().entries[-1].head, version=2, base_version=1))  # and its publisher is gone
+    with pytest.raises(TransferTimeoutError, match="v2/delta"):
+        subscriber.stage()
+    staged = subscriber.stage()
+    assert staged is not None
+    subscriber.commit(staged)
+    assert subscriber.version == 1
+    engine.assert_holds(model)
+
+
+def test_a_confirmation_that_cannot_be_written_does_not_undo_a_commit(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, model = Engine(), make_model(0)
+    subscriber = subscribe(engine, tmp_path)
+    publisher.publish(0, model).result(10)
+    staged = subscriber.stage()
+    assert staged is not None
+
+    def disk_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DirectoryStore, "confirm", disk_full)
+    subscriber.commit(staged)
+    assert (subscriber.version, engine.version) == (0, 0)
+    engine.assert_holds(model)
 
 
 def test_what_no_rank_has_and_what_is_no_rank_is_are_refused(tmp_path: Path, publisher: Publisher) -> None:
