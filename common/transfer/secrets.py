@@ -54,21 +54,58 @@ def read_secret(source: str) -> Secret:
 
 
 def server_tls(certificate: Path, private_key: Path, *, client_ca: Path | None = None) -> ssl.SSLContext:
-    """TLS for a server; with `client_ca` only clients with a certificate of that authority are let in (mTLS)."""
+    """TLS for a server; with `client_ca` only clients with a certificate of that authority are let in (mTLS).
+
+    Raises:
+        ValueError: a file is missing, or certificate and key cannot be used together.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(certificate, private_key)
+    _load_pair(context, certificate, private_key)
     if client_ca is not None:
-        context.load_verify_locations(client_ca)
+        _trust(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def client_tls(server_ca: Path, *, certificate: Path | None = None, private_key: Path | None = None) -> ssl.SSLContext:
-    """TLS for a client that trusts the authority `server_ca` only; with a certificate of its own for mTLS."""
+    """TLS for a client that trusts the authority `server_ca` only; with a certificate of its own for mTLS.
+
+    Raises:
+        ValueError: as server_tls.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_verify_locations(server_ca)
+    _trust(context, server_ca)
     if certificate is not None:
-        context.load_cert_chain(certificate, private_key)
+        _load_pair(context, certificate, private_key)
     return context
+
+
+def _load_pair(context: ssl.SSLContext, certificate: Path, private_key: Path | None) -> None:
+    for path in filter(None, (certificate, private_key)):
+        _check_file(path)
+    try:
+        context.load_cert_chain(certificate, private_key, password="")  # an encrypted key fails instead of asking a terminal
+    except OSError as error:
+        pair = f"certificate {certificate} and private key {private_key or certificate}"
+        raise ValueError(
+            f"{pair} cannot be used: {_reason(error)}; give PEM files that belong together, the key not encrypted"
+        ) from error
+
+
+def _trust(context: ssl.SSLContext, authority: Path) -> None:
+    _check_file(authority)
+    try:
+        context.load_verify_locations(authority)
+    except OSError as error:
+        raise ValueError(f"{authority} is no certificate authority: {_reason(error)}; give a PEM file of certificates") from error
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file")
+
+
+def _reason(error: OSError) -> str:
+    return getattr(error, "reason", None) or error.strerror or str(error)

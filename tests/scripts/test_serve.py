@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from common.transfer.secrets import client_tls
+from rose_jax.jetstream.grpc_proto import SERVICE, HealthCheckRequest, HealthCheckResponse
 from scripts.entry import ROOT
 
 START_TIMEOUT_S = 240.0
@@ -85,6 +89,36 @@ def test_it_says_what_it_serves_and_a_sigterm_ends_both_processes(served: Served
     assert served.process.returncode == 0
     assert "a random model (seed 0) with the words of common.rollout.envs.frozen_lake" in output
     served.engine_is_gone()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command to make a certificate")
+def test_tls_covers_http_and_grpc_and_a_key_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*make.split(), "-subj", "/CN=test", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    served = Served(tmp_path, f"--tls_certificate={certificate}", f"--tls_key={key}", "--grpc_port=0")
+    try:
+        with urllib.request.urlopen(
+            f"{served.report['url']}/health", context=client_tls(certificate), timeout=END_TIMEOUT_S
+        ) as answer:
+            assert json.loads(answer.read())["status"] == "ok"
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            urllib.request.urlopen(f"{served.report['url']}/health", timeout=END_TIMEOUT_S)
+        trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
+        with grpc.secure_channel(f"127.0.0.1:{served.report['grpc_port']}", trusted) as channel:
+            health = channel.unary_unary(
+                f"/{SERVICE}/HealthCheck",
+                request_serializer=HealthCheckRequest.SerializeToString,
+                response_deserializer=HealthCheckResponse.FromString,
+            )
+            assert health(HealthCheckRequest(), timeout=END_TIMEOUT_S).is_live
+    finally:
+        served.process.terminate()
+        served.process.wait(END_TIMEOUT_S)
+    command = [sys.executable, "-m", "scripts.serve", *TINY, f"--tls_certificate={certificate}", f"--tls_key={tmp_path}/typo.key"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+    assert (ended.returncode, ended.stderr) == (2, f"serve: {tmp_path}/typo.key: there is no such file\n")
 
 
 @pytest.mark.slow

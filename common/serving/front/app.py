@@ -25,7 +25,7 @@ from common.serving.front.access import Interface
 from common.serving.front.calls import DRAINING
 from common.serving.front.errors import ApiError, api_error, unavailable
 from common.serving.front.front import Front
-from common.serving.front.openai_types import ErrorResponse
+from common.serving.front.openai_types import SCHEMA_REFERENCE, ErrorResponse
 
 TITLE = "ROSE replica"
 BODY_TIMEOUT_S = 30.0
@@ -93,7 +93,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document without its own form of validation errors, which this server does not use."""
+    """FastAPI's document with the types of streamed events, and without its own form of validation errors, which is not ours."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in document["paths"].values():
@@ -101,6 +101,9 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(name, None)
+        for event in openai_api.EVENTS.values():
+            schema = event.model_json_schema(ref_template=SCHEMA_REFERENCE, mode="serialization")
+            document["components"]["schemas"] |= schema.pop("$defs", {}) | {event.__name__: schema}
         app.openapi_schema = document
     return app.openapi_schema
 

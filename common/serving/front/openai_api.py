@@ -11,11 +11,12 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from common.serving.front.access import Client, Interface
@@ -26,8 +27,11 @@ from common.serving.front.front import Front
 from common.serving.front.generation import Generation, Piece
 from common.serving.front.openai_types import (
     DEFAULT_COMPLETION_TOKENS,
+    SCHEMA_REFERENCE,
+    ChatCompletionChunk,
     ChatCompletionRequest,
     ChatCompletionResponse,
+    CompletionEvent,
     CompletionRequest,
     CompletionResponse,
     ErrorResponse,
@@ -53,12 +57,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The whole answer; with `stream`, events",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
+EVENTS: Mapping[str, type[BaseModel]] = {"/v1/completions": CompletionEvent, "/v1/chat/completions": ChatCompletionChunk}
+"""What the JSON of a streamed answer's events is; the last event is [DONE]."""
+
+
+def _streams(path: str) -> dict[int | str, dict[str, Any]]:
+    """How the document shows that an endpoint also streams: OpenAPI 3.1 has no word for the schema of an event."""
+    event = {"$ref": SCHEMA_REFERENCE.format(model=EVENTS[path].__name__)}
+    content = {"text/event-stream": {"schema": {"type": "string"}, "x-event-schema": event}}
+    return {200: {"description": "The whole answer; with `stream`, events", "content": content}}
 
 
 class Form(Protocol):
@@ -90,7 +97,7 @@ class Call:
 def router(front: Front) -> APIRouter:
     routes = APIRouter()
 
-    @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS | STREAM)
+    @routes.post("/v1/completions", response_model=CompletionResponse, responses=ERRORS | _streams("/v1/completions"))
     async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
         """Continue prompts."""
         client = identify(front, request, Interface.ONLINE)
@@ -110,7 +117,7 @@ def router(front: Front) -> APIRouter:
 
         return Answer(front.calls, work)
 
-    @routes.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=ERRORS | STREAM)
+    @routes.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses=ERRORS | _streams("/v1/chat/completions"))
     async def chat_completions(body: ChatCompletionRequest, request: HttpRequest) -> Response:
         """Write the next message of a chat."""
         client = identify(front, request, Interface.ONLINE)
@@ -129,13 +136,13 @@ def router(front: Front) -> APIRouter:
         return Answer(front.calls, work)
 
     def served_model() -> Model:
-        return Model(id=front.model_name, created=front.started_s, owned_by="rose")
+        return Model(id=front.model_name, object="model", created=front.started_s, owned_by="rose")
 
     @routes.get("/v1/models", response_model=ModelList, responses={401: ERRORS[401]})
     async def models(request: HttpRequest) -> ModelList:
         """The one model that is served."""
         identify(front, request, Interface.ONLINE)
-        return ModelList(data=[served_model()])
+        return ModelList(object="list", data=[served_model()])
 
     @routes.get("/v1/models/{model:path}", response_model=Model, responses={401: ERRORS[401], 404: ERRORS[404]})
     async def model(model: str, request: HttpRequest) -> Model:

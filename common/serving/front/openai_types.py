@@ -14,6 +14,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, S
 
 from common.serving.front.errors import ApiError
 
+SCHEMA_REFERENCE = "#/components/schemas/{model}"
+"""Where the OpenAPI document keeps the schema of a type."""
+
 MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
@@ -193,34 +196,48 @@ class Usage(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionEventChoice(BaseModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length", "content_filter"] | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionChoice(CompletionEventChoice):
+    finish_reason: Literal["stop", "length"]
+
+
+class CompletionEvent(BaseModel):
+    """An event of a streamed completion; `usage` is there if it was asked for, and null in all events but the last."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionEventChoice]
+    usage: Usage | None = None
 
 
 class CompletionResponse(BaseModel):
-    """A whole completion, and each event of a streamed one."""
-
     id: str
-    object: Literal["text_completion"] = "text_completion"
+    object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage
 
 
 class TopLogprob(BaseModel):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class TokenLogprob(TopLogprob):
@@ -228,31 +245,31 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob] | None
-    refusal: list[TokenLogprob] | None = None
+    content: list[TokenLogprob]
+    refusal: None
 
 
 class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: str | None = None
+    role: Literal["assistant"]
+    content: str
+    refusal: None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+    finish_reason: Literal["stop", "length"]
 
 
 class ChatCompletionResponse(BaseModel):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage | None = None
+    usage: Usage
 
 
 class Delta(BaseModel):
@@ -263,31 +280,31 @@ class Delta(BaseModel):
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: Literal["stop", "length", "tool_calls", "content_filter", "function_call"] | None = None
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
 
 
 class ChatCompletionChunk(BaseModel):
-    """An event of a streamed chat completion."""
+    """An event of a streamed chat completion; `usage` as in CompletionEvent."""
 
     id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
 
 
 class Model(BaseModel):
     id: str
-    object: Literal["model"] = "model"
+    object: Literal["model"]
     created: int
     owned_by: str
 
 
 class ModelList(BaseModel):
-    object: Literal["list"] = "list"
+    object: Literal["list"]
     data: Sequence[Model]
 
 

@@ -9,6 +9,7 @@ import functools
 import http.client
 import json
 import socket
+import ssl
 import tempfile
 import threading
 import time
@@ -101,10 +102,18 @@ def alone(request: Request) -> Completion:
 class RunningFront:
     """A server on a free port of this machine. `http` is a fresh connection to it."""
 
-    def __init__(self, *, tokens: Tokens = TOKENS, limits: Limits | None = None, step_s: float = 0.0, **engine: Any) -> None:
+    def __init__(
+        self,
+        *,
+        tokens: Tokens = TOKENS,
+        limits: Limits | None = None,
+        step_s: float = 0.0,
+        tls: ssl.SSLContext | None = None,
+        **engine: Any,
+    ) -> None:
         self.engine = make_engine(**engine)
         self.engine.step_s = step_s
-        self._tokens, self._limits = tokens, limits or Limits()
+        self._tokens, self._limits, self._tls = tokens, limits or Limits(), tls
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.outcome: str | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="front", daemon=True)
@@ -122,7 +131,7 @@ class RunningFront:
             self.front = Front.make(client, chatml(), model_name=MODEL, tokens=self._tokens, limits=self._limits)
             with listen("127.0.0.1", 0) as listener:
                 self.port = listener.getsockname()[1]
-                self.server = FrontServer(self.front, listener)
+                self.server = FrontServer(self.front, listener, tls=self._tls)
                 self._ready.set_result(None)
                 self.outcome = await self.server.run(engine_run)
             await client.close()
@@ -151,7 +160,7 @@ class RunningFront:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the server's event loop."""
