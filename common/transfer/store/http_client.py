@@ -146,9 +146,7 @@ class HttpStore:
     def _read_once(self, body: _Body, wait_s: float, timeout_s: float) -> str | None:
         """Ask for what is missing and take what comes. Nothing comes if the object does not exist within `wait_s`; if the far side
         says why it cannot come now, that is returned."""
-        connection = self._connection()
-        assert connection.sock is not None
-        connection.sock.settimeout(wait_s + min(timeout_s, self._timeout_s))
+        connection = self._connection(wait_s + min(timeout_s, self._timeout_s))
         connection.request("GET", f"{body.path}?wait_s={wait_s:.3f}", headers=self._headers | body.range_header())
         response = connection.getresponse()
         if response.status == 204:
@@ -209,9 +207,7 @@ class HttpStore:
         for last in (False, True):
             sent = False
             try:
-                connection = self._connection()
-                assert connection.sock is not None
-                connection.sock.settimeout(wait_s + self._timeout_s)
+                connection = self._connection(wait_s + self._timeout_s)
                 sent = True
                 headers = self._headers | {"Content-Length": str(sum(map(len, parts)))}
                 connection.request(method, path, body=iter(parts), headers=headers)
@@ -248,17 +244,20 @@ class HttpStore:
             raise http.client.IncompleteRead(body, answer.length - len(body))
         return body
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """This thread's, which waits `timeout_s` for each thing: for being made too, should the far host be gone without a word."""
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None or connection.sock is None:
             if self._tls is None:
-                connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+                connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
             else:
-                connection = http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s, context=self._tls)
+                connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._tls)
             connection.connect()
             assert connection.sock is not None
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._local.connection = connection
+        assert connection.sock is not None
+        connection.sock.settimeout(timeout_s)
         return connection
 
     def _drop(self) -> None:

@@ -248,7 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
         first, _, last = span.partition("-")
         if unit != "bytes" or not first.isdecimal() or not (last == "" or last.isdecimal()) or len(span) > 40:
             raise MalformedUpdateError(f"Range {wanted!r:.80} is not bytes=START- or bytes=START-END")
-        return int(first), int(last) - int(first) + 1 if last else None
+        start, end = int(first), int(last) + 1 if last else None
+        if start >= MAX_VERSION or (end is not None and end < start):
+            raise MalformedUpdateError(f"Range {wanted!r:.80} begins beyond every object, or ends before it begins")
+        return start, None if end is None else end - start
 
     def _read_body(self, limit: int) -> memoryview:
         if self._body_left > limit or self.close_connection:

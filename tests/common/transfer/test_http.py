@@ -1,5 +1,6 @@
 """HTTP: breaks, time limits, tokens, TLS, limits. What holds for every store is in test_stores.py."""
 
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -23,6 +24,7 @@ from common.transfer.errors import (
 )
 from common.transfer.publisher import Publisher
 from common.transfer.secrets import Secret, client_tls, read_secret, server_tls
+from common.transfer.store.directory import DirectoryStore
 from common.transfer.store.http_client import HttpStore
 from common.transfer.store.http_server import StoreServer, is_loopback
 from common.transfer.store.memory import MemoryStore
@@ -136,6 +138,39 @@ def test_a_learner_behind_a_firewall_pushes(backing: MemoryStore, server: StoreS
 def silent_server() -> socket.socket:
     """Accepts connections and requests, and never answers."""
     return socket.create_server(("127.0.0.1", 0), backlog=16)
+
+
+@contextlib.contextmanager
+def vanished_host() -> Iterator[str]:
+    """An address that takes no connection and refuses none: its queue is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_host_that_has_vanished_is_unreachable_within_the_time_limit_of_the_read() -> None:
+    with vanished_host() as url, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(HttpStore(url, timeout_s=60.0).read, DELTA, "b00000", timeout_s=0.2)
+        with pytest.raises(UnreachableError, match="0 bytes came"):
+            reading.result(20.0)  # a connection would be waited for much longer
+
+
+@pytest.mark.parametrize("wanted", ["bytes=5-2", "bytes=99999999999999999999-", "bytes=-3", "bytes=x-", "lines=0-1"])
+def test_a_range_that_no_object_has_is_a_bad_request(wanted: str, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.open(head(3, 2))
+    store.put(DELTA, "b00000", [b"0123456789"])
+    server = StoreServer(store)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10.0)
+    connection.request("GET", f"/{DELTA.path}/b00000", headers={"Range": wanted})
+    answer = connection.getresponse()
+    assert (answer.status, b"Range" in answer.read()) == (400, True)
+    connection.close()
+    server.close()
 
 
 def test_a_server_that_never_answers_is_a_timeout_for_reads_and_unknown_for_writes() -> None:
