@@ -27,6 +27,8 @@ BACKENDS = ("jetstream", "vllm", "emulated")
 """emulated: engines that sleep as long as a step would take, for trying the benchmark itself."""
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 768}
 """5.1M parameters besides the embedding."""
+TURN_TOKENS = 8
+"""Page and tile of the JetStream engines: a turn adds about as many, and what fills no page or tile is computed again or for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,9 +147,15 @@ def _jetstream(side: Side, vocab_size: int) -> tuple[StepEngine[Any], WeightTarg
     config = JetStreamConfig(
         max_slots=shape.max_slots,
         max_context_tokens=shape.max_context_tokens,
-        max_prefill_tiles=shape.max_step_tokens // 16,
+        page_tokens=TURN_TOKENS,
+        tile_tokens=TURN_TOKENS,
+        max_prefill_tiles=shape.max_step_tokens // TURN_TOKENS,
         max_step_draws=1,
         row_buckets=(shape.max_slots // 4, shape.max_slots // 2, shape.max_slots),
+        tile_buckets=tuple(shape.max_step_tokens // TURN_TOKENS * parts // 16 for parts in (1, 2, 4, 8, 12, 16)),
+        context_buckets=tuple(shape.max_context_tokens * parts // 16 for parts in (1, 4, 16))
+        if side is Side.SERVING
+        else tuple(shape.max_context_tokens * parts // 4 for parts in (1, 2, 4)),
     )
     engine = JetStreamEngine(config, model_config, params, version=0, name=f"jetstream-{side}")
     engine.warm_up()

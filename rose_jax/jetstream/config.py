@@ -27,7 +27,7 @@ class JetStreamConfig:
         num_chunks: equal arrays the cache of each layer is cut into; a request lives in one of them.
         pages_per_chunk: pages of one chunk; default: every slot can be full.
         min_chunks: a cache shrunk to this many chunks still runs without compiling; default: num_chunks.
-        tile_tokens: prompts are computed in tiles of this many tokens, aligned to absolute positions.
+        tile_tokens: prompts are computed in tiles of this many tokens; in invariant mode aligned to absolute positions.
         max_prefill_tiles: tiles in one step; with tile_tokens it bounds the prefill of a step whatever its limits say.
         row_buckets, tile_buckets, context_buckets: padded sizes in ascending order; the default is derived from the limits above.
         max_step_draws: the most tokens a sequence can generate in one step, whatever StepLimits allow.
@@ -110,6 +110,14 @@ class JetStreamConfig:
             return self.context_buckets
         sizes = set(itertools.takewhile(lambda size: size < longest, _powers(SMALLEST_CONTEXT_BUCKET, BUCKET_RATIO)))
         return tuple(sorted({-(-size // self.page_tokens) * self.page_tokens for size in sizes} | {longest}))
+
+    def first_tile(self, start: int) -> int:
+        """The position at which the first tile of a piece of context begins: one that is not aligned wastes nothing before it."""
+        return start // self.tile_tokens * self.tile_tokens if self.invariant else start
+
+    def num_tiles(self, start: int, end: int) -> int:
+        """Tiles that context[start:end] takes."""
+        return -(-(end - self.first_tile(start)) // self.tile_tokens)
 
     @property
     def max_units(self) -> int:

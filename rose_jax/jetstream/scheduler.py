@@ -96,7 +96,7 @@ class Scheduler:
             if end == start or (end > len(sequence.pages) * page_tokens and not self._grow(sequence, end)):
                 continue
             if not decodes:
-                tiles_left[pool.chunk_idx] -= self.num_tiles(start, end)
+                tiles_left[pool.chunk_idx] -= self.config.num_tiles(start, end)
                 only_decodes = False
             budget -= end - start
             self._planned.add(id(sequence))
@@ -191,11 +191,6 @@ class Scheduler:
         self.undo()
         self.pools.append(self._new_pool(len(self.pools)))
 
-    def num_tiles(self, start: int, end: int) -> int:
-        """Aligned tiles that context[start:end] touches."""
-        size = self.config.tile_tokens
-        return (end - 1) // size - start // size + 1
-
     def _line(self) -> list[Sequence]:
         # Only as many waiting ones as there are slots can get in.
         if not self.waiting and all(map(_decodes_next, self.running)):
@@ -203,8 +198,7 @@ class Scheduler:
         return sorted([*self.running, *self.waiting[: self.config.max_slots]], key=_service_order)
 
     def _chunk_tokens(self, sequence: Sequence, budget: int, tiles_left: int) -> int:
-        size = self.config.tile_tokens
-        end_of_tiles = (sequence.num_computed // size + tiles_left) * size
+        end_of_tiles = self.config.first_tile(sequence.num_computed) + tiles_left * self.config.tile_tokens
         return max(0, min(sequence.num_remaining, budget, end_of_tiles - sequence.num_computed))
 
     def _admit(self, sequence: Sequence) -> bool:

@@ -2,7 +2,7 @@
 
 Everything travels in two int32 arrays (floats by their bits), so that a step costs two transfers, and another process runs the same
 step from `to_dict`. A row samples a token: it is the newest token of a decoding sequence, or only points at the end of a prompt. A
-tile is `tile_tokens` aligned positions of a prompt. Rows and tiles are grouped by the cache chunk their pages lie in.
+tile is `tile_tokens` positions of a prompt. Rows and tiles are grouped by the cache chunk their pages lie in.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def pack(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], num_chun
             rows[pool.chunk_idx].append(piece)
     num_pages = bucket(context_tokens, config.contexts) // config.page_tokens
     num_rows = bucket(max(map(len, rows)), config.rows)
-    tile_counts = [sum(num_tiles(config, piece) for piece in chunk) for chunk in prefills]
+    tile_counts = [sum(config.num_tiles(piece.start, piece.end) for piece in chunk) for chunk in prefills]
     tiles_per_chunk = bucket(max(tile_counts), config.tiles) if any(tile_counts) else 0
     tile_array = np.zeros((num_chunks, tiles_per_chunk, TILE_TOKENS + config.tile_tokens + num_pages), np.int32)
     row_array = np.zeros((num_chunks, num_rows, ROW_PAGES + num_pages), np.int32)
@@ -155,12 +155,6 @@ def pack(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], num_chun
     return PackedStep(inputs=inputs, sampling=sampling, output_rows=output_rows)
 
 
-def num_tiles(config: JetStreamConfig, piece: Piece) -> int:
-    """Aligned tiles that the piece touches."""
-    size = config.tile_tokens
-    return (piece.end - 1) // size - piece.start // size + 1
-
-
 def _fill_tiles(
     config: JetStreamConfig, table: SlotTable, tiles: Int32[np.ndarray, "N X"], pieces: list[Piece], first_hidden: int
 ) -> dict[int, int]:
@@ -169,15 +163,15 @@ def _fill_tiles(
     first_page = TILE_TOKENS + size
     num_pages = tiles.shape[1] - first_page
     for piece in pieces:
-        slot_idx, first_tile = piece.sequence.slot_idx, tile_idx
+        slot_idx, first_idx, start = piece.sequence.slot_idx, tile_idx, config.first_tile(piece.start)
         assert slot_idx is not None
-        for base in range(piece.start // size * size, piece.end, size):
+        for base in range(start, piece.end, size):
             first, last = max(piece.start - base, 0), min(piece.end - base, size)
             tiles[tile_idx, BASE:TILE_TOKENS] = (base, first, last)
             tiles[tile_idx, TILE_TOKENS + first : TILE_TOKENS + last] = piece.sequence.context[base + first : base + last]
             tile_idx += 1
-        tiles[first_tile:tile_idx, first_page:] = table.rows[slot_idx, ROW_PAGES : ROW_PAGES + num_pages]
-        ends[slot_idx] = first_hidden + (tile_idx - 1) * size + (piece.end - 1) % size
+        tiles[first_idx:tile_idx, first_page:] = table.rows[slot_idx, ROW_PAGES : ROW_PAGES + num_pages]
+        ends[slot_idx] = first_hidden + first_idx * size + piece.end - 1 - start
     return ends
 
 
@@ -215,7 +209,7 @@ def pack_units(config: JetStreamConfig, table: SlotTable, pieces: Seq[Piece], nu
         assert pool is not None
         assert slot_idx is not None
         chunk_idx, unit = pool.chunk_idx, int(counts[pool.chunk_idx])
-        counts[chunk_idx] += num_tiles(config, piece)
+        counts[chunk_idx] += config.num_tiles(piece.start, piece.end)
         _fill_tiles(config, table, tiles[chunk_idx, unit:], [piece], 0)
         if piece.max_draws:
             unit = int(counts[chunk_idx]) - 1

@@ -39,7 +39,7 @@ def check_plan(scheduler: Scheduler, pieces: list[Piece], max_tokens: int) -> No
         assert len(sequence.pages) * CONFIG.page_tokens >= piece.end + max(piece.max_draws - 1, 0)
         assert sequence.pool is not None
         if not piece.decodes:
-            tiles[sequence.pool.chunk_idx] += scheduler.num_tiles(piece.start, piece.end)
+            tiles[sequence.pool.chunk_idx] += scheduler.config.num_tiles(piece.start, piece.end)
     assert max(tiles) <= CONFIG.max_prefill_tiles
     assert len(scheduler.running) <= CONFIG.max_slots
     assert scheduler.running == sorted(scheduler.running, key=lambda sequence: sequence.rank)
