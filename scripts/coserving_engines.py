@@ -28,7 +28,7 @@ BACKENDS = ("jetstream", "vllm", "emulated")
 MODEL = {"hidden_size": 256, "num_layers": 6, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "intermediate_size": 768}
 """5.1M parameters besides the embedding."""
 TURN_TOKENS = 8
-"""Page and tile of the JetStream engines: a turn adds about as many, and what fills no page or tile is computed again or for nothing."""
+"""Page and tile of the JetStream engines: a turn adds about as many. What fills no page is computed again, no tile for nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
