@@ -2,9 +2,11 @@
 
 Recursive least squares (Haykin, Adaptive Filter Theory, chapter 10) on what a plan says of itself: a fixed cost, prefill tokens,
 decoded tokens, the context those look at, further rounds of a step in which sequences decode several tokens, and whether another
-engine had the device before. Errors are weighed relative to the duration, so that short steps count as much as long ones. A
-quantile of recent actual / predicted turns the expectation into a bound. Pure: no clock, no engine; it refuses to guess before it
-has seen MIN_STEPS. Invariant: a bound is never below the expectation, and neither is ever negative.
+engine had the device before. Errors are weighed relative to the duration, so that short steps count as much as long ones. Engines
+that pad their steps run a few shapes over and over: one that has come often enough is expected to take what it took of late, since
+no line goes through programs that were each compiled for one shape. A quantile of recent actual / predicted turns the expectation
+into a bound. Pure: no clock, no engine; it refuses to guess before it has seen MIN_STEPS. Invariant: a bound is never below the
+expectation, and neither is ever negative.
 """
 
 from __future__ import annotations
@@ -27,10 +29,20 @@ FORGETTING = 0.9995
 PRIOR = 1.0
 """Initial variance of each weight (square seconds for its feature's typical size), far above any real one. It also caps what is
 forgotten: without new kinds of steps the weights would drift."""
+MAX_MARGIN = 3.0
+"""A few steps that another process held up for long must not make every later one look as long: that is for caution to answer."""
 SMALLEST_S = 1e-5
+SHAPE_SIGHTINGS = 4
+"""Of one shape, before its own mean says more than the line through all."""
+SHAPE_WEIGHT = 0.2
+"""Of the newest step in a shape's mean: it follows the machine within some steps and is not led by a single one."""
+MAX_SHAPES = 1024
+"""Remembered; those not seen for longest go first. More than any padding engine has."""
 
 SCALES = np.array([1.0, 1e2, 1e1, 1e4, 1e1, 1.0])
 """Typical size of each feature, so that all weights are seconds of comparable size."""
+
+Shape = tuple[int, int, int, int, bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +76,24 @@ class StepFeatures:
         """Those of requests."""
         return self.prefill_tokens + self.decode_tokens - self.padding_tokens
 
+    @property
+    def shape(self) -> Shape:
+        """What the device computes, whoever's it is."""
+        return self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds, self.switched
+
     def vector(self) -> Float64[np.ndarray, "6"]:
         values = (1.0, self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds - 1, self.switched)
         return np.array(values) / SCALES
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    mean_s: float
+    sightings: int = 1
+
+    def see(self, duration_s: float) -> None:
+        self.sightings += 1
+        self.mean_s += (duration_s - self.mean_s) * max(SHAPE_WEIGHT, 1 / self.sightings)
 
 
 class StepTimePredictor:
@@ -85,6 +112,7 @@ class StepTimePredictor:
         self._recent: collections.deque[float] = collections.deque()
         self._ratios: list[float] = []  # the same, sorted
         self._margin = 1.0
+        self._shapes: collections.OrderedDict[Shape, _Seen] = collections.OrderedDict()
         self.num_steps = 0
 
     @property
@@ -110,6 +138,9 @@ class StepTimePredictor:
     def expected_s(self, features: StepFeatures) -> float:
         if features.num_tokens == 0:
             return 0.0
+        seen = self._shapes.get(features.shape)
+        if seen is not None and seen.sightings >= SHAPE_SIGHTINGS:
+            return max(SMALLEST_S, seen.mean_s)
         return max(SMALLEST_S, float(self._weights @ features.vector()))
 
     def bound_s(self, features: StepFeatures) -> float:
@@ -129,7 +160,18 @@ class StepTimePredictor:
         self._covariance = self._covariance - np.outer(gain, scaled @ self._covariance)
         if float(np.trace(self._covariance)) < PRIOR * len(SCALES) * FORGETTING:
             self._covariance /= FORGETTING
+        self._remember(features.shape, duration_s)
         self.num_steps += 1
+
+    def _remember(self, shape: Shape, duration_s: float) -> None:
+        seen = self._shapes.get(shape)
+        if seen is None:
+            self._shapes[shape] = _Seen(duration_s)
+            if len(self._shapes) > MAX_SHAPES:
+                self._shapes.popitem(last=False)
+        else:
+            seen.see(duration_s)
+            self._shapes.move_to_end(shape)
 
     def _note(self, ratio: float) -> None:
         self._recent.append(ratio)
@@ -138,4 +180,4 @@ class StepTimePredictor:
             oldest = self._recent.popleft()
             del self._ratios[bisect.bisect_left(self._ratios, oldest)]
         place = min(len(self._ratios) - 1, int(self._quantile * len(self._ratios)))
-        self._margin = max(1.0, self._ratios[place])
+        self._margin = min(MAX_MARGIN, max(1.0, self._ratios[place]))

@@ -64,6 +64,39 @@ def test_a_machine_that_slows_down_is_followed() -> None:
     assert predictor.bound_s(features) == pytest.approx(1.5 * cost_s(features), rel=0.1)
 
 
+def padded_cost_s(features: StepFeatures) -> float:
+    """Programs of an engine that pads: no line goes through these."""
+    return {128: 20e-3, 512: 50e-3, 2048: 400e-3}[features.context_tokens]
+
+
+def padded_features(rng: np.random.Generator) -> StepFeatures:
+    size = int(rng.choice([128, 512, 2048]))
+    return StepFeatures(prefill_tokens=64, decode_tokens=16, context_tokens=size, padding_tokens=int(rng.integers(0, 60)))
+
+
+def test_shapes_that_come_again_are_expected_to_take_what_they_took_whatever_of_them_is_padding() -> None:
+    rng, predictor = np.random.default_rng(0), StepTimePredictor()
+    for slower in (1.0, 1.5):
+        for _ in range(100):
+            features = padded_features(rng)
+            predictor.observe(features, slower * padded_cost_s(features) * float(np.exp(rng.normal(0, 0.01))))
+        for features in (padded_features(rng) for _ in range(20)):
+            assert predictor.expected_s(features) == pytest.approx(slower * padded_cost_s(features), rel=0.03)
+
+
+def test_shapes_that_never_come_again_are_forgotten_and_the_line_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.serving.coserving.step_time.MAX_SHAPES", 3)
+    predictor = StepTimePredictor()
+    often = StepFeatures(prefill_tokens=10, decode_tokens=0, context_tokens=0)
+    for tokens in range(20, 60):
+        rare = StepFeatures(prefill_tokens=tokens, decode_tokens=0, context_tokens=0)
+        predictor.observe(rare, 1e-3 * tokens)
+        predictor.observe(often, 5e-3)
+        assert len(predictor._shapes) <= 3
+    assert predictor.expected_s(often) == pytest.approx(5e-3, rel=1e-6)
+    assert predictor.expected_s(StepFeatures(prefill_tokens=30, decode_tokens=0, context_tokens=0)) == pytest.approx(30e-3, rel=0.1)
+
+
 def test_nothing_is_known_before_enough_steps_and_an_empty_step_takes_no_time() -> None:
     predictor = StepTimePredictor()
     empty = StepFeatures(prefill_tokens=0, decode_tokens=0, context_tokens=0)
