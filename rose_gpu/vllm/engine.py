@@ -79,6 +79,8 @@ class VllmEngine:
         self._num_steps = 0
         self._planned: tuple[StepPlan, planner.Step] | None = None
         self._in_flight: _InFlight | None = None
+        self._not_finite = False
+        """Logits of the newest step were not, so keys and values in the cache may be."""
         self._committing = False
         self._closed: str | None = None
         self._released = False
@@ -196,6 +198,8 @@ class VllmEngine:
             tokens = self._finish(flight)
             device_s = time.perf_counter() - flight.started_s
         self._end_aborted()
+        if self._not_finite and self._closed is None:
+            self._clear_cache()
         completions, self._ended = tuple(self._ended), []
         step_id = self._num_steps if flight is None else flight.plan.step_id
         return StepResult(step_id=step_id, tokens=tokens, completions=completions, device_s=device_s)
@@ -265,8 +269,21 @@ class VllmEngine:
             elif policy is StaleCache.TAG and not holds_cache:
                 self._scheduler.give_up_cache(sequence, cache_salt=self._salt(sequence.request))
         if policy is StaleCache.DROP:
-            dropped = self._scheduler.reset_prefix_cache()  # does nothing, without raising, while any block is in use
-            assert dropped, "blocks are still in use after every request gave up its cache"
+            self._drop_prefixes()
+
+    def _drop_prefixes(self) -> None:
+        dropped = self._scheduler.reset_prefix_cache()  # does nothing, without raising, while any block is in use
+        assert dropped, "blocks are still in use after every request gave up its cache"
+
+    def _clear_cache(self) -> None:
+        """Zero all keys and values; requests that go on are computed again. What is not finite would stay in blocks after their
+        requests have ended, and reach others: attention multiplies by 0 what it masks, and 0 times NaN is NaN."""
+        self._not_finite = False
+        for sequence in self._live.values():
+            if self._scheduler.held(sequence) is not None:
+                self._leave_slot(sequence, keep_cache=False)
+        self._drop_prefixes()
+        self._core.collective_rpc("zero_cache")
 
     def _salt(self, request: Request) -> str:
         """With whom a request may share prefixes from now on: its own namespace and, under TAG, what began after this commit."""
@@ -331,6 +348,7 @@ class VllmEngine:
         logprob = float(values[0])
         request_id = sequence.request.request_id
         if not math.isfinite(logprob):
+            self._not_finite = True
             problem = f"request {request_id}: the logits are not finite under weight version {self._version}"
             self._end(sequence, FinishReason.ERROR, error=problem)
             return None
@@ -340,10 +358,10 @@ class VllmEngine:
         top = tuple(zip(ids[1 : 1 + num_top].tolist(), values[1 : 1 + num_top].tolist(), strict=True))
         if top:
             sequence.top_logprobs.append(top)
-        if output.finish_reason is not None:
-            self._end(sequence, FINISH_REASONS[str(output.finish_reason)])
-        elif sequence.request.sampling.stop_strings:
-            self._end_at_stop_string(sequence)
+        finish_reason = None if output.finish_reason is None else FINISH_REASONS[str(output.finish_reason)]
+        looks_for_strings = sequence.request.sampling.stop_strings and finish_reason is not FinishReason.STOP
+        if not (looks_for_strings and self._end_at_stop_string(sequence)) and finish_reason is not None:
+            self._end(sequence, finish_reason)
         return SampledToken(
             request_id=request_id,
             token_id=token_id,
@@ -352,15 +370,17 @@ class VllmEngine:
             top_logprobs=top,
         )
 
-    def _end_at_stop_string(self, sequence: planner.Sequence) -> None:
+    def _end_at_stop_string(self, sequence: planner.Sequence) -> bool:
+        """Whether the newest token ended the sequence; the last one allowed may do so too."""
         assert self._decode is not None
         try:
             stops = completes_stop_string(sequence.token_ids, sequence.request.sampling.stop_strings, self._decode)
         except Exception as error:  # the caller's function: its failure is this request's alone
             self._end(sequence, FinishReason.ERROR, error=f"decoding the tokens to look for stop strings failed: {error!r}")
-            return
+            return True
         if stops:
             self._end(sequence, FinishReason.STOP)
+        return stops
 
     def _leave_slot(self, sequence: planner.Sequence, *, keep_cache: bool) -> None:
         sequence.preempted = sequence.preempted or sequence.slot_idx is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from common.transfer.bits import BITS_DTYPES
 from common.transfer.staging import StagedUpdate
@@ -40,6 +41,12 @@ class RoseWorkerExtension(RankMethods):
         self.rose_update: StagedUpdate | None = None
         self.model_runner.sampler = KeyedSampler(self.model_runner)
         return os.environ.get("VLLM_DIST_IDENT")
+
+    @torch.inference_mode()
+    def zero_cache(self) -> None:
+        """All keys and values, of whatever request."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return self.rose_weights.specs()
