@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,19 @@ class _Remote:
             return self._receive()
 
     def close(self) -> None:
-        with contextlib.suppress(EngineClosedError):
-            self.tell("close")
-        self._channel.close()
+        """Also while another thread waits for an answer: a process that gives none within CLOSE_TIMEOUT_S is killed."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            with contextlib.suppress(EngineClosedError):
+                self._send({"method": "close", "answer": False})
+            self._channel.close()
+            self._lock.release()
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.wait(max(deadline_s - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._channel.close()
         remove_shared_memory(self.hello.get("shared_memory"))
 
     def _send(self, fields: dict[str, Any], payload: bytes = b"") -> None:
@@ -286,12 +292,9 @@ class WorkerGroup:
         return dataclasses.replace(result, completions=completions)
 
     def _stop_if_complete(self, live: _Live) -> list[Completion]:
-        error = None
-        try:
-            if not self._completes(live):
-                return []
-        except Exception as failure:  # the caller's function: its failure is this request's alone
-            error = f"decoding the tokens to look for stop strings failed: {failure!r}"
+        stops, error = self._completes(live)
+        if not stops and error is None:
+            return []
         answer, _ = self._remote.ask("stop", request_id=live.request.request_id, error=error)
         return [decode_completion(answer["completion"])]
 
@@ -300,12 +303,19 @@ class WorkerGroup:
         live = self._live.get(completion.request_id)
         if live is None or completion.finish_reason is not FinishReason.LENGTH or not live.request.sampling.stop_strings:
             return completion
-        return dataclasses.replace(completion, finish_reason=FinishReason.STOP) if self._completes(live) else completion
+        stops, error = self._completes(live)
+        if error is not None:
+            return dataclasses.replace(completion, finish_reason=FinishReason.ERROR, error=error)
+        return dataclasses.replace(completion, finish_reason=FinishReason.STOP) if stops else completion
 
-    def _completes(self, live: _Live) -> bool:
+    def _completes(self, live: _Live) -> tuple[bool, str | None]:
+        """Whether the newest token completes a stop string, or why that cannot be told."""
         assert self._decode is not None
         token_ids = [token.token_id for token in live.tokens]
-        return completes_stop_string(token_ids, live.request.sampling.stop_strings, self._decode)
+        try:
+            return completes_stop_string(token_ids, live.request.sampling.stop_strings, self._decode), None
+        except Exception as failure:  # the caller's function: its failure is this request's alone
+            return False, f"decoding the tokens to look for stop strings failed: {failure!r}"
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rose_gpu.vllm.environment import installed_vllm
@@ -16,9 +18,10 @@ from rose_gpu.vllm.environment import installed_vllm
 if installed_vllm() is None:
     pytest.skip("vLLM is not installed: see requirements/serve-cpu.txt", allow_module_level=True)
 
-from common.errors import EngineClosedError
+from common.errors import EngineClosedError, RequestRejectedError
 from common.serving.engine import StepEngine
 from common.types import FinishReason
+from rose_gpu.vllm import group
 from rose_gpu.vllm.direct_update import whole_update
 from rose_gpu.vllm.engine import VllmEngine
 from rose_gpu.vllm.group import WorkerGroup
@@ -28,6 +31,7 @@ from tests.conformance.driver import Driver, make_request, prompt
 from tests.rose_gpu.vllm.small_models import checkpoint, tensors
 
 SHARED_MEMORY = Path("/dev/shm")
+FORMS = ["in process", pytest.param("worker group", marks=pytest.mark.slow)]
 SLOW_RANKS = pytest.param(2, marks=pytest.mark.slow)
 
 
@@ -149,7 +153,7 @@ def _refuses(engine: StepEngine[Any]) -> None:
         engine.add(make_request("late", prompt(3)))
 
 
-@pytest.mark.parametrize("form", ["in process", pytest.param("worker group", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", FORMS)
 def test_an_abort_in_the_middle_of_a_commit_ends_the_request_and_not_the_commit(nothing_left: None, form: str) -> None:
     engine = VllmEngine(options()) if form == "in process" else _group(1)
     driver = Driver(engine)
@@ -168,6 +172,82 @@ def test_an_abort_in_the_middle_of_a_commit_ends_the_request_and_not_the_commit(
     assert completions["stays"].weight_versions[-1] == 1
     assert completions["comes"].weight_versions == (1,) * 10
     engine.close()
+
+
+def _in_form(form: str, decode: Callable[[Sequence[int]], str]) -> VllmEngine | WorkerGroup:
+    return VllmEngine(options(), decode=decode) if form == "in process" else WorkerGroup(options(), decode=decode)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_last_token_allowed_may_complete_a_stop_string_or_fail_to_decode(form: str) -> None:
+    broken = False
+
+    def decode(token_ids: Sequence[int]) -> str:
+        if broken and len(token_ids) == 3:
+            raise KeyError("no such token")
+        return "".join(f"<{token_id}>" for token_id in token_ids)
+
+    engine = _in_form(form, decode)
+    driver = Driver(engine)
+    expected = driver.run_alone(make_request("r", prompt(5), max_tokens=3))
+    whole = decode(expected.token_ids)
+    stopped = driver.run_alone(make_request("r", prompt(5), max_tokens=3, stop_strings=(whole,)))
+    assert (stopped.token_ids, stopped.finish_reason) == (expected.token_ids, FinishReason.STOP)
+    broken = True
+    driver.add(
+        make_request("r", prompt(5), max_tokens=3, stop_strings=("never comes",)), make_request("other", prompt(6), max_tokens=3)
+    )
+    completions = driver.run()
+    assert completions["r"].finish_reason is FinishReason.ERROR
+    assert "no such token" in str(completions["r"].error)
+    assert completions["other"].finish_reason is FinishReason.LENGTH
+    engine.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_temperature_that_vllm_does_not_take_is_refused_and_harms_nobody(form: str) -> None:
+    engine = _in_form(form, str)
+    driver = Driver(engine)
+    driver.add(make_request("good", prompt(5)))
+    with pytest.raises(RequestRejectedError, match=r"temperature=2\.5: vLLM takes at most 2\.0"):
+        engine.add(make_request("hot", prompt(5), temperature=2.5))
+    assert driver.run()["good"].finish_reason is FinishReason.LENGTH
+    engine.close()
+
+
+def test_a_version_that_is_not_finite_leaves_nothing_behind_in_the_cache() -> None:
+    engine = VllmEngine(options())
+    driver = Driver(engine)
+    requests = [make_request(f"r{idx}", prompt(20 + idx, idx), trajectory_id=idx) for idx in range(4)]
+    driver.add(*requests)
+    expected = dict(driver.run())
+    weights = tensors(0)
+    engine.commit(whole_update({name: np.full_like(tensor, np.nan) for name, tensor in weights.items()}, version=1), version=1)
+    driver.add(*[make_request(f"bad{idx}", prompt(30, 9 + idx)) for idx in range(4)])
+    bad = driver.run()
+    assert all("not finite under weight version 1" in str(bad[f"bad{idx}"].error) for idx in range(4))
+    engine.commit(whole_update(weights, version=2), version=2)
+    driver.add(*requests, make_request("shares", prompt(30, 9)))
+    completions = driver.run()
+    for request in requests:
+        assert completions[request.request_id].token_ids == expected[request.request_id].token_ids
+    assert completions["shares"].finish_reason is FinishReason.LENGTH
+    engine.close()
+
+
+@pytest.mark.slow
+def test_a_worker_group_that_hangs_is_closed_although_somebody_waits_for_it(
+    nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = _group(1)
+    monkeypatch.setattr(group, "CLOSE_TIMEOUT_S", 0.5)
+    os.kill(engine.pid, signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(engine.weights.read, "model.norm.weight", np.arange(3, dtype=np.uint64))
+        time.sleep(0.2)
+        engine.close()
+        with pytest.raises(EngineClosedError, match="exit code -9"):
+            reading.result(10)
 
 
 @pytest.mark.slow
