@@ -35,6 +35,7 @@ FILES = {
     "checkpoints/": "what the same command goes on from",
     "model/": "the trained model in Hugging Face form",
     "logs/": "what replica processes wrote, and what happened to them (runs with a fleet)",
+    "coserving.json, traffic/": "what online clients saw and what was borrowed, request by request (runs with online traffic)",
 }
 
 
@@ -237,15 +238,16 @@ def plot_curves(log: RunLog, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write_report(log: RunLog, workdir: Path, trajectories: Sequence[Trajectory]) -> Path:
+def write_report(log: RunLog, workdir: Path, trajectories: Sequence[Trajectory], sections: Sequence[str] = ()) -> Path:
     """Write report.md and curves.png into the workdir and return the former.
 
     Args:
         trajectories: of the last version; one that was solved and one that was not are shown.
+        sections: lines of further ones, before the trajectories.
     """
     plot_curves(log, workdir / "curves.png")
     parts = [f"# {headline(log)}", "", "![curves](curves.png)", "", *_success_table(log), "## Where the time went", ""]
-    parts += [*_time_table(log), *_replica_table(log)]
+    parts += [*_time_table(log), *_replica_table(log), *sections]
     for trajectory in choose_examples(trajectories):
         parts += [f"## A task that was {'' if trajectory.success else 'not '}solved", "", trajectory_markdown(trajectory), ""]
     parts += ["## Files", "", *(f"- `{name}`: {what}" for name, what in FILES.items()), ""]

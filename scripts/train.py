@@ -3,8 +3,8 @@
     python -m scripts.train --config=configs/frozenlake_cpu.py --workdir=runs/frozenlake_cpu [--config.optim.lr=1e-4 ...]
 
 Everything goes to the workdir: config.json, metrics.jsonl, tensorboard/, checkpoints/, logs/ of replica processes, and at the end
-report.md with curves.png and the trained model in Hugging Face form under model/. The same command again goes on from the newest
-whole checkpoint.
+report.md with curves.png and the trained model in Hugging Face form under model/. Online traffic beside a run leaves traffic/ and
+coserving.json too. The same command again goes on from the newest whole checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from common.config import Config, validate
 from common.metrics import Stopwatch
 from common.progress import progress_bar
 from common.report import summary_lines, write_report
+from common.report_coserving import read_coserving, write_coserving
 from common.rollout.demonstrations import WarmupDemonstrations
 from common.rollout.evaluate import rollout_metrics, tokens_per_replica
 from common.types import Split
@@ -68,8 +69,11 @@ def train(config: Config, workdir: Path, stack: contextlib.ExitStack) -> None:
 
     run.export_model()
     examples = runner.evaluate(min(NUM_EXAMPLES, run.suite.num_tasks(Split.HELD_OUT)), temperature=1.0)
-    report = write_report(log, workdir, examples)
-    print("\n".join(["", *summary_lines(log), f"Report: {report}"]))
+    problems = run.traffic.stop()
+    coserved = read_coserving(log, workdir)
+    report = write_report(log, workdir, examples, write_coserving(coserved, workdir))
+    told = [*problems, *(line for each in coserved for line in each.lines())]
+    print("\n".join(["", *summary_lines(log), *told, f"Report: {report}"]))
 
 
 def warm_up(run: Run) -> None:
