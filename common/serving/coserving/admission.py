@@ -55,7 +55,7 @@ class AdmissionSettings:
         max_fixed_share: of a rollout step's budget that fixed costs may take while serving waits.
         max_step_tokens: of a rollout step, whatever its budget.
         surprise_tolerance: a rollout step surprises when it takes so much longer than it was admitted for.
-        probe_after_s: idle time after which a smallest step is tried although none fits.
+        probe_after_s: after no rollout step has fitted for so long, a smallest one is tried as soon as serving is idle.
         park_after_s: without rollout work, after which the model is parked.
     """
 
@@ -126,7 +126,8 @@ class AdmissionController:
         self._last_rollout: StepFeatures | None = None
         self._slices_s: list[float] = []
         self._activate_s: float | None = None
-        self._idle_since_s: float | None = None
+        self._starved_since_s: float | None = None
+        """Since when no rollout step has fitted although serving was idle; arrivals in between change nothing about it."""
         self._unused_since_s: float | None = None
 
     @property
@@ -161,13 +162,10 @@ class AdmissionController:
         has_work = event.rollout_waits or event.commit_waits
         self._unused_since_s = None if has_work else (now_s if self._unused_since_s is None else self._unused_since_s)
         if serving is not None:
-            self._idle_since_s = None
             reason = self._why_serve_now(event, has_work, level)
             if reason is not None:
                 return Serve(record=self._record(now_s, reason, level))
             return self._borrow(event, serving, now_s, level)
-        if self._idle_since_s is None:
-            self._idle_since_s = now_s
         if not has_work:
             return self._park_or_wait(event, now_s, level)
         if level is Level.STOPPED:
@@ -306,14 +304,17 @@ class AdmissionController:
         record = dataclasses.replace(record, reason=reason)
         if record.slack_s is not None:
             return Serve(record=record)
-        until_s = now_s + self.settings.probe_after_s if reason is Reason.DOES_NOT_FIT else None
-        return Wait(record=record, until_s=until_s)
+        if reason is not Reason.DOES_NOT_FIT:
+            return Wait(record=record)
+        if self._starved_since_s is None:
+            self._starved_since_s = now_s
+        return Wait(record=record, until_s=max(now_s, self._starved_since_s + self.settings.probe_after_s))
 
     def _probes(self, now_s: float) -> bool:
         """Whether a step may run that does not fit as predicted: after long, then as long as the last one did fit, ever larger."""
         if self._probe_tokens > self._least_tokens:
             return True
-        return self._idle_since_s is not None and now_s - self._idle_since_s >= self.settings.probe_after_s
+        return self._starved_since_s is not None and now_s - self._starved_since_s >= self.settings.probe_after_s
 
     def _park_or_wait(self, event: Free, now_s: float, level: Level) -> Decision:
         record = self._record(now_s, Reason.NO_ROLLOUT, level)
@@ -363,7 +364,7 @@ class AdmissionController:
             fits = self._probing and event.duration_s <= self.step_bound_s
             self._probe_tokens = 2 * self._probe_tokens if fits else self._least_tokens
             self._probing = False
-            self._idle_since_s = now_s if self._idle_since_s is not None else None
+            self._starved_since_s = None
         predictor.observe(features, event.duration_s)
         if features.num_tokens:
             self._last_side = side

@@ -221,6 +221,23 @@ def test_an_idle_device_tries_a_smallest_step_when_none_seems_to_fit() -> None:
     assert probe.record.reason is Reason.PROBE
 
 
+def test_arrivals_in_between_do_not_put_off_the_smallest_step() -> None:
+    policy = calibrated(Objective(ttft_s=0.015, tpot_s=0.1))
+    smallest = dataclasses.replace(SMALL_ROLLOUT, decode_tokens=1, context_tokens=100)
+    decision: Decision | None = None
+    for number in range(21):  # a request every 0.1 s, and an idle moment before each
+        now_s = 10.0 + number / 10
+        assert isinstance(free(policy, now_s), Roll)
+        decision = one(policy.on_event(Planned(features=smallest), now_s))
+        if isinstance(decision, Go):
+            break
+        arrive(policy, f"r{number}", now_s + 0.01, first_token_s=now_s + 0.02)
+        free(policy, now_s + 0.02, serving=DECODE)
+        policy.on_event(Ended(request_id=f"r{number}", whole=True), now_s + 0.03)
+    assert isinstance(decision, Go)
+    assert decision.record.reason is Reason.PROBE
+
+
 def test_a_budget_in_which_no_step_can_be_planned_grows_until_one_can() -> None:
     policy = controller(OBJECTIVE)  # not calibrated: the first budget is one token
     decision = free(policy, 10.0)
