@@ -46,6 +46,16 @@ def test_an_exact_cost_is_found() -> None:
         assert predictor.expected_s(features) == pytest.approx(cost_s(features), rel=0.01)
 
 
+def test_a_few_steps_that_were_held_up_for_long_do_not_make_all_others_look_as_long() -> None:
+    predictor, rng = trained(0.05)
+    features = random_features(rng)
+    for _ in range(5):
+        predictor.observe(features, 100 * cost_s(features))
+    later = random_features(rng)
+    assert predictor.error(0.99) > 10
+    assert predictor.bound_s(later) <= 3 * predictor.expected_s(later)
+
+
 def test_the_bound_holds_for_about_its_quantile_and_the_stated_error_is_the_noise() -> None:
     predictor, rng = trained(0.05, steps=1500)
     fresh = [features for features in (random_features(rng) for _ in range(1000)) if features.num_tokens]
