@@ -3,19 +3,23 @@
     python -m scripts.bench_front [--config=configs/frozenlake_cpu.py] [--model=DIR] [--backend=jetstream] [--out=front.json]
 
 latency: the same greedy completions by the same number of streams, once by an engine in this process and once streamed over HTTP
-from a replica process, in turn, `--rounds` times. parsing: gaps between the ends of engine steps while streams decode, without and
-with clients that send large JSON bodies all the time, in turn. Client, front and engine share the machine's cores, so with fewer
-than three cores whatever one does the others wait for.
+from a replica process, in turn, `--rounds` times; client, front and engine share the machine's cores, so with fewer than three
+whatever one does the others wait for. parsing: gaps between the ends of engine steps while the engine has more to do than it can,
+without and with clients that send large JSON bodies all the time, in turn; the engine has a core of its own there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import os
+import secrets
 import statistics
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from absl import flags
@@ -34,13 +38,16 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations.", flag_values=_FLAGS)
 _STREAMS = flags.DEFINE_list("streams", ["1", "8"], "Numbers of streams.", flag_values=_FLAGS)
 _REQUESTS = flags.DEFINE_integer("requests", 16, "Completions of each stream and round.", flag_values=_FLAGS)
 _BODIES = flags.DEFINE_integer("bodies", 50, "Large bodies on their way at a time.", flag_values=_FLAGS)
+_WAVES = flags.DEFINE_integer("waves", 40, "Rollouts that wait in the parsing part, in slots of the engine.", flag_values=_FLAGS)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write.", flag_values=_FLAGS)
 
 PROMPT_TOKENS, COMPLETION_TOKENS = 24, 48
 BODY_TOKENS = 200_000
 """Of a large body: a megabyte of JSON that is parsed, then refused as longer than the context."""
 PHASE_S = 4.0
-"""Of the parsing part: with steps of milliseconds, the engine remembers more of them than fit in."""
+"""Of one phase of the parsing part: with steps of milliseconds, the engine remembers more of them than fit in."""
+FULL_SHARE = 0.8
+"""Of the waiting rollouts, when a phase may begin."""
 
 Row = dict[str, Any]
 
@@ -140,57 +147,114 @@ async def latency(alone: EngineAlone, over_http: OverHttp) -> list[Row]:
     return rows
 
 
-async def parsing(server: ServingProcess, num_streams: int) -> list[Row]:
-    """Gaps between engine steps while `num_streams` streams decode, without and with large bodies being parsed."""
-    over_http = OverHttp(server)
-    stop = asyncio.Event()
+class Backlog:
+    """More rollouts than the engine does in a phase, so that no step waits for the front to bring work. Use as `async with`."""
 
-    async def decode(stream_idx: int) -> None:
-        request_idx = 0
-        while not stop.is_set():
-            await over_http.complete(stream_idx, request_idx)
-            request_idx += 1
+    def __init__(self, server: ServingProcess) -> None:
+        status = server.status()
+        self._server, self._num_slots, self._vocab_size = server, status["max_slots"], status["vocab_size"]
+        self._max_tokens = status["max_context_tokens"] - PROMPT_TOKENS
+        self._calls: list[asyncio.Task[None]] = []
 
+    async def __aenter__(self) -> None:
+        num_calls = _WAVES.value * self._num_slots
+        self._calls = [asyncio.create_task(self._repeat(idx)) for idx in range(num_calls)]
+        while (await self.num_waiting()) < FULL_SHARE * num_calls:
+            for call in self._calls:
+                if call.done():
+                    call.result()  # none ends by itself
+            await asyncio.sleep(0.1)
+
+    async def num_waiting(self) -> int:
+        return (await asyncio.to_thread(self._server.status))["load"]["engine"]["waiting_requests"]
+
+    async def _repeat(self, idx: int) -> None:
+        """One rollout after the other."""
+        for turn_idx in itertools.count():
+            body = {
+                "call_id": secrets.token_hex(8),
+                "prompt_token_ids": prompt(idx, turn_idx, self._vocab_size),
+                "sampling": {"max_tokens": self._max_tokens},
+                "key": {"run_seed": 0, "trajectory_id": idx, "turn_idx": turn_idx},
+            }
+            payload = json.dumps(body).encode()
+            reader, writer, status = await post(self._server.address, "/rollout/v1/generate", payload, self._server.rollout_token)
+            with contextlib.closing(writer):
+                await reader.read()
+            if status != 200:
+                raise ValueError(f"a rollout was answered with {status}")
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+
+async def gaps_ms(server: ServingProcess, num_bodies: int) -> tuple[list[float], int]:
+    """Gaps between the steps of one phase while `num_bodies` large bodies are on their way, and how many were parsed."""
     payload = json.dumps({"model": server.model, "prompt": [1] * BODY_TOKENS}).encode()
     num_parsed = 0
 
-    async def send(stop_sending: asyncio.Event) -> None:
+    async def send() -> None:
         nonlocal num_parsed
-        while not stop_sending.is_set():
+        while True:
             _, writer, status = await post(server.address, "/v1/completions", payload)
             writer.close()
             if status != 400:
                 raise ValueError(f"a body longer than the context was answered with {status}")
             num_parsed += 1
 
-    decoding = [asyncio.create_task(decode(stream_idx)) for stream_idx in range(num_streams)]
-    gaps_ms: dict[str, list[float]] = {"quiet": [], "parsing": []}
+    backlog = Backlog(server)
+    async with backlog:
+        senders = [asyncio.create_task(send()) for _ in range(num_bodies)]
+        await asyncio.sleep(PHASE_S / 4)
+        started_s, num_before = time.monotonic(), num_parsed
+        await asyncio.sleep(PHASE_S)
+        ended_s, num_parsed_then = time.monotonic(), num_parsed
+        ends_s = await asyncio.to_thread(server.step_ends_s)
+        num_waiting = await backlog.num_waiting()
+        for sender in senders:
+            sender.cancel()
+        for outcome in await asyncio.gather(*senders, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+    if not num_waiting:
+        raise ValueError(f"the engine ran out of rollouts in {PHASE_S:g} s; raise --waves={_WAVES.value}")
+    kept = [end_s for end_s in ends_s if started_s <= end_s <= ended_s]
+    return [1e3 * (after - before) for before, after in itertools.pairwise(kept)], num_parsed_then - num_before
+
+
+async def parsing(server: ServingProcess) -> list[Row]:
+    """Gaps between the steps of a loaded engine, without and with large bodies being parsed."""
+    engine_core, *others = sorted(os.sched_getaffinity(0))
+    if others:
+        pin(server.pids["engine"], {engine_core})
+        pin(server.pids["front"], set(others))
+        pin(os.getpid(), set(others))
+    found: dict[str, list[float]] = {"quiet": [], "parsing": []}
+    num_parsed = dict.fromkeys(found, 0)
     for _ in range(_ROUNDS.value):
-        for name in gaps_ms:
-            stop_sending = asyncio.Event()
-            senders = [asyncio.create_task(send(stop_sending)) for _ in range(_BODIES.value if name == "parsing" else 0)]
-            await asyncio.sleep(PHASE_S / 4)
-            started_s = time.monotonic()
-            await asyncio.sleep(PHASE_S)
-            ends_s = await asyncio.to_thread(server.step_ends_s)
-            stop_sending.set()
-            await asyncio.gather(*senders)
-            kept = [end_s for end_s in ends_s if end_s >= started_s]
-            gaps_ms[name] += [1e3 * (after - before) for before, after in itertools.pairwise(kept)]
-    stop.set()
-    await asyncio.gather(*decoding)
+        for name in found:
+            gaps, num_bodies = await gaps_ms(server, _BODIES.value if name == "parsing" else 0)
+            found[name] += gaps
+            num_parsed[name] += num_bodies
     return [
         {
             "what": name,
-            "streams": num_streams,
             "steps": len(gaps),
             "gap_p50_ms": percentile(gaps, 0.5),
             "gap_p99_ms": percentile(gaps, 0.99),
             "gap_max_ms": max(gaps),
-            "bodies_parsed": num_parsed if name == "parsing" else 0,
+            "bodies_parsed": num_parsed[name],
         }
-        for name, gaps in gaps_ms.items()
+        for name, gaps in found.items()
     ]
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """Keep every thread of a process on some cores."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 async def measure(config: Config, server: ServingProcess) -> dict[str, list[Row]]:
@@ -200,7 +264,7 @@ async def measure(config: Config, server: ServingProcess) -> dict[str, list[Row]
         rows = {"latency": await latency(alone, OverHttp(server))}
     finally:
         await alone.replica.__aexit__(None, None, None)
-    return rows | {"parsing": await parsing(server, max(map(int, _STREAMS.value)))}
+    return rows | {"parsing": await parsing(server)}
 
 
 def main() -> None:

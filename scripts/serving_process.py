@@ -121,20 +121,27 @@ class Streamed:
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, len(self.arrivals_s) - 1)
 
 
-def request_bytes(path: str, body: bytes) -> bytes:
+def request_bytes(path: str, body: bytes, token: str | None = None) -> bytes:
     """A POST of JSON on a connection of its own, as it goes over the wire."""
     fields = ["Host: x", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    fields += [f"Authorization: Bearer {token}"] if token else []
     return "\r\n".join([f"POST {path} HTTP/1.1", *fields, "", ""]).encode() + body
 
 
-async def post(address: tuple[str, int], path: str, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
+async def post(
+    address: tuple[str, int], path: str, body: bytes, token: str | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
     """Send one request over a connection of its own; returns it with the answer's status, its head read."""
     reader, writer = await asyncio.open_connection(*address)
-    writer.write(request_bytes(path, body))
-    await writer.drain()
-    status = int((await reader.readline()).split()[1])
-    while (await reader.readline()).strip():
-        pass
+    try:
+        writer.write(request_bytes(path, body, token))
+        await writer.drain()
+        status = int((await reader.readline()).split()[1])
+        while (await reader.readline()).strip():
+            pass
+    except BaseException:
+        writer.close()
+        raise
     return reader, writer, status
 
 

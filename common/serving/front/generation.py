@@ -153,7 +153,8 @@ class Generation:
         completion = choice.end.completion
         assert completion is not None
         if completion.finish_reason is FinishReason.ERROR:
-            text = (completion.error or "the engine gave no reason").partition(": ")[2] or completion.error
+            reason = completion.error or "the engine gave no reason"
+            text = reason.partition(": ")[2] or reason  # without the engine's own request id
             raise ApiError(500, f"the completion failed: {text}", kind="server_error", code="completion_failed")
         if completion.finish_reason is FinishReason.ABORTED:
             raise unavailable("the completion was aborted: the server stops or the engine gave it up; send it again")

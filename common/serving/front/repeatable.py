@@ -2,6 +2,7 @@
 
 A client whose connection broke tries again with the same key: it joins the call if that is still under way, or gets the answer that
 it missed. A call that nobody waits for any more is cancelled; one that failed is forgotten, so that the next attempt starts afresh.
+Answers are kept up to a size in all, the newest ones, whatever else is under way.
 """
 
 from __future__ import annotations
@@ -9,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 ResultT = TypeVar("ResultT")
-
-NUM_ANSWERS_KEPT = 4096
-"""Answers that can still be asked for again: far more than one client has under way."""
 
 
 @dataclasses.dataclass
@@ -25,17 +23,20 @@ class _Call(Generic[ResultT]):
 
 
 class RepeatableCalls(Generic[ResultT]):
-    """See the module."""
+    """See the module. `size_of` says what an answer counts against `max_kept`."""
 
-    def __init__(self, num_kept: int = NUM_ANSWERS_KEPT) -> None:
-        self._num_kept = num_kept
-        self._calls: OrderedDict[str, _Call[ResultT]] = OrderedDict()
+    def __init__(self, size_of: Callable[[ResultT], int], *, max_kept: int) -> None:
+        self._size_of, self._max_kept = size_of, max_kept
+        self._calls: dict[Hashable, _Call[ResultT]] = {}
+        self._kept: OrderedDict[Hashable, int] = OrderedDict()  # sizes of answers that nobody waits for, oldest first
+        self._kept_size = 0
 
-    async def run(self, key: str, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+    async def run(self, key: Hashable, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """The answer of the call named `key`, made by `start` unless there is one already. Raises what the call raised."""
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = _Call(asyncio.create_task(start()))
+        self._kept_size -= self._kept.pop(key, 0)
         call.num_waiting += 1
         try:
             return await asyncio.shield(call.task)
@@ -44,7 +45,7 @@ class RepeatableCalls(Generic[ResultT]):
             if not call.num_waiting:
                 self._settle(key, call)
 
-    def _settle(self, key: str, call: _Call[ResultT]) -> None:
+    def _settle(self, key: Hashable, call: _Call[ResultT]) -> None:
         """Nobody waits for `call` now: keep its answer for a while, or drop it."""
         if not call.task.done():
             call.task.cancel()
@@ -53,9 +54,9 @@ class RepeatableCalls(Generic[ResultT]):
         if not call.task.done() or call.task.cancelled() or call.task.exception() is not None:
             del self._calls[key]
             return
-        self._calls.move_to_end(key)
-        while len(self._calls) > self._num_kept:
-            oldest = next(iter(self._calls))
-            if not self._calls[oldest].task.done():
-                break
+        self._kept[key] = self._size_of(call.task.result())
+        self._kept_size += self._kept[key]
+        while self._kept_size > self._max_kept:
+            oldest, size = self._kept.popitem(last=False)
+            self._kept_size -= size
             del self._calls[oldest]

@@ -1,8 +1,8 @@
 """/rollout/v1: completions by token ids for trainers, and /control/v1: weights, load and draining. Each has its own token.
 
-A rollout call carries a `call_id` of its caller's choice, the same for every attempt at it: an attempt that finds the call under
-way or just answered gets that answer, so that repeating is always safe and samples nothing twice. Everything a trajectory needs
-comes back: ids, log-probabilities, and the weight version of every token.
+A rollout call carries a `call_id` of its caller's choice, the same for every attempt at it: an attempt that finds the same call
+under way or just answered gets that answer, so that repeating is always safe and samples nothing twice. Everything a trajectory
+needs comes back: ids, log-probabilities, and the weight version of every token.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ TopLogprob = Annotated[tuple[int, float], _numbers(2)]
 """Token id and log-probability."""
 StepTime = Annotated[tuple[float, float, int], _numbers(3)]
 """End on the monotonic clock in seconds, device seconds, tokens."""
+
+MAX_KEPT_TOKENS = 1 << 20
+"""Of answers that can still be asked for again: some 100 MB, and far more than what is answered while a connection is made anew."""
+ANSWER_TOKENS = 16
+"""What an answer takes besides its tokens, counted in tokens."""
 
 CLOSED: dict[int | str, dict[str, Any]] = {403: {"model": ErrorResponse, "description": "This interface is closed"}}
 ROLLOUT_ERRORS = {status: ERRORS[status] for status in (400, 401, 408, 413, 429, 503)} | CLOSED
@@ -179,7 +184,9 @@ def router(front: Front) -> APIRouter:
 
 
 def _add_rollouts(routes: APIRouter, front: Front) -> None:
-    repeatable: RepeatableCalls[Completion] = RepeatableCalls()
+    repeatable: RepeatableCalls[Completion] = RepeatableCalls(
+        lambda completion: ANSWER_TOKENS + len(completion.token_ids), max_kept=MAX_KEPT_TOKENS
+    )
 
     @routes.post("/rollout/v1/generate", response_model=GenerateResponse, responses=ROLLOUT_ERRORS)
     async def generate(body: GenerateBody, request: HttpRequest) -> Response:
@@ -189,7 +196,8 @@ def _add_rollouts(routes: APIRouter, front: Front) -> None:
         async def work(outlet: Outlet) -> None:
             front.check_prompt(body.prompt_token_ids, param="prompt_token_ids")
             with front.concurrency.hold(client, 1):
-                completion = await repeatable.run(body.call_id, lambda: _generate(front, client, body))
+                turn = _request(client, body)
+                completion = await repeatable.run((body.call_id, hash(turn)), lambda: _generate(front, turn))
             await outlet.body(json.dumps(completion_to_wire(dataclasses.replace(completion, request_id=body.request_id))).encode())
 
         return Answer(front.calls, work)
@@ -246,15 +254,18 @@ def _add_control(routes: APIRouter, front: Front) -> None:
         return answer(request, engine.resume, lambda _: {"draining": engine.load.draining})
 
 
-async def _generate(front: Front, client: Client, body: GenerateBody) -> Completion:
+def _request(client: Client, body: GenerateBody) -> Request:
     sampling = body.sampling.model_dump() | {"stop_token_ids": tuple(body.sampling.stop_token_ids)}
-    request = Request(
+    return Request(
         request_id=body.request_id,
         prompt_token_ids=tuple(body.prompt_token_ids),
         sampling=SamplingParams(**sampling),
         key=SamplingKey(**body.key.model_dump()),
         cache_namespace=f"{client.cache_namespace}/{body.cache_namespace}",
     )
+
+
+async def _generate(front: Front, request: Request) -> Completion:
     metrics = front.metrics.call(Interface.ROLLOUT, num_prompt_tokens=len(request.prompt_token_ids))
     try:
         completion = await front.rollout_engine.generate(request)

@@ -76,7 +76,7 @@ def test_a_repeated_attempt_gets_the_first_ones_answer_and_samples_nothing(front
 
 def test_attempts_at_the_same_time_share_one_execution() -> None:
     async def work() -> None:
-        calls: RepeatableCalls[int] = RepeatableCalls(num_kept=2)
+        calls: RepeatableCalls[int] = RepeatableCalls(lambda _: 1, max_kept=2)
         started: list[int] = []
         gate = asyncio.Event()
 
@@ -98,9 +98,42 @@ def test_attempts_at_the_same_time_share_one_execution() -> None:
     asyncio.run(work())
 
 
+def test_answers_are_dropped_by_their_size_also_while_an_older_call_is_under_way() -> None:
+    async def work() -> None:
+        calls: RepeatableCalls[int] = RepeatableCalls(lambda size: size, max_kept=10)
+        num_made = 0
+
+        async def make(size: int) -> int:
+            nonlocal num_made
+            num_made += 1
+            return size
+
+        gate = asyncio.Event()
+
+        async def wait() -> int:
+            await gate.wait()
+            return 100
+
+        long_one = asyncio.create_task(calls.run("long", wait))
+        await asyncio.sleep(0)
+        for key in range(1000):
+            assert await calls.run(key, lambda: make(5)) == 5
+        assert set(calls._calls) == {"long", 998, 999}
+        assert await calls.run(998, lambda: make(5)) == 5
+        assert num_made == 1000
+        await calls.run(1000, lambda: make(5))
+        assert set(calls._calls) == {"long", 998, 1000}, "what was asked for again is the newest"
+        gate.set()
+        assert await long_one == 100
+        assert not calls._calls, "one that is larger than all that may be kept is not kept"
+        assert calls._kept_size == 0
+
+    asyncio.run(work())
+
+
 def test_a_call_nobody_waits_for_is_cancelled_and_one_that_failed_can_be_repeated() -> None:
     async def work() -> None:
-        calls: RepeatableCalls[int] = RepeatableCalls()
+        calls: RepeatableCalls[int] = RepeatableCalls(lambda _: 1, max_kept=2)
         outcomes: list[str] = []
 
         async def endless() -> int:
