@@ -193,11 +193,12 @@ class WorkerGroup:
         problem = why_never(request, self._info) or why_not_on_vllm(request, self._live, can_decode=self._decode is not None)
         if problem is not None:
             raise RequestRejectedError(f"request {request.request_id}: {problem}")
+        without_strings = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop_strings=()))
+        encoded = encode_request(without_strings)  # first: one that cannot be sent leaves nothing behind
         self._live[request.request_id] = _Live(request)
         self._num_added_in_flight += self._in_flight is not None
-        without_strings = dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop_strings=()))
         with self._watched():
-            self._remote.tell("add", request=encode_request(without_strings))
+            self._remote.tell("add", request=encoded)
 
     def abort(self, request_id: str) -> None:
         self._check_open()

@@ -58,6 +58,8 @@ class VllmOptions:
     def __post_init__(self) -> None:
         if self.max_slots < 1 or self.max_context_tokens < 2:
             raise ValueError(f"max_slots={self.max_slots} must be at least 1, max_context_tokens={self.max_context_tokens} 2")
+        if self.block_tokens < 1 or self.tensor_parallel < 1:
+            raise ValueError(f"block_tokens={self.block_tokens} and tensor_parallel={self.tensor_parallel} must be at least 1")
         if self.max_step_tokens < self.max_slots:
             raise ValueError(f"max_step_tokens={self.max_step_tokens} has no room for one token of each of {self.max_slots} slots")
         for name in ("dtype", "published_dtype"):

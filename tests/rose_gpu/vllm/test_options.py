@@ -38,6 +38,8 @@ def test_a_model_that_vllm_on_cpu_cannot_run_is_refused_with_its_number() -> Non
     ("wrong", "text"),
     [
         ({"max_slots": 0}, "max_slots=0 must be at least 1"),
+        ({"block_tokens": 0}, "block_tokens=0 and tensor_parallel=1 must be at least 1"),
+        ({"tensor_parallel": 0}, "block_tokens=32 and tensor_parallel=0 must be at least 1"),
         ({"max_step_tokens": 1}, "max_step_tokens=1 has no room for one token of each of 2 slots"),
         ({"dtype": "int8"}, "dtype='int8' is unknown"),
         ({"dtype": "bfloat16", "published_dtype": "float32"}, "published_dtype=float32 would be rounded to dtype=bfloat16"),
