@@ -273,6 +273,7 @@ def main() -> None:
     config.sampler.backend, config.sampler.tokens_per_sequence = _BACKEND.value, 1
     validate(config)
     arguments = [*entry.config_arguments(), f"--backend={_BACKEND.value}", *([f"--model={_MODEL.value}"] if _MODEL.value else [])]
+    arguments.append(f"--max_completions_per_client={2 * _WAVES.value * config.sampler.max_slots}")  # the backlog is one client's
     with ServingProcess(arguments) as server:
         result = asyncio.run(measure(config, server))
     for part, rows in result.items():

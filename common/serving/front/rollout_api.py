@@ -44,7 +44,7 @@ StepTime = Annotated[tuple[float, float, int], _numbers(3)]
 MAX_KEPT_TOKENS = 1 << 20
 """Of answers that can still be asked for again: some 100 MB, and far more than what is answered while a connection is made anew."""
 ANSWER_TOKENS = 16
-"""What an answer takes besides its tokens, counted in tokens."""
+"""What an answer takes besides them."""
 
 CLOSED: dict[int | str, dict[str, Any]] = {403: {"model": ErrorResponse, "description": "This interface is closed"}}
 ROLLOUT_ERRORS = {status: ERRORS[status] for status in (400, 401, 408, 413, 429, 503)} | CLOSED
@@ -184,9 +184,7 @@ def router(front: Front) -> APIRouter:
 
 
 def _add_rollouts(routes: APIRouter, front: Front) -> None:
-    repeatable: RepeatableCalls[Completion] = RepeatableCalls(
-        lambda completion: ANSWER_TOKENS + len(completion.token_ids), max_kept=MAX_KEPT_TOKENS
-    )
+    repeatable: RepeatableCalls[Completion] = RepeatableCalls(_kept_tokens, max_kept=MAX_KEPT_TOKENS)
 
     @routes.post("/rollout/v1/generate", response_model=GenerateResponse, responses=ROLLOUT_ERRORS)
     async def generate(body: GenerateBody, request: HttpRequest) -> Response:
@@ -252,6 +250,11 @@ def _add_control(routes: APIRouter, front: Front) -> None:
     async def resume(request: HttpRequest) -> Response:
         """Take completions again."""
         return answer(request, engine.resume, lambda _: {"draining": engine.load.draining})
+
+
+def _kept_tokens(completion: Completion) -> int:
+    """What an answer that is kept takes, counted in tokens; a token's alternatives take as much as tokens."""
+    return ANSWER_TOKENS + len(completion.token_ids) + 2 * sum(map(len, completion.top_logprobs))
 
 
 def _request(client: Client, body: GenerateBody) -> Request:
