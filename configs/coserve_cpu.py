@@ -12,7 +12,7 @@ from configs.mixed_cpu import ONE_THREAD
 
 def get_config() -> Config:
     config = frozenlake_cpu.get_config()
-    config.num_versions = 25
+    config.num_versions = 20
     config.eval.num_tasks = 200
     # Few array shapes: a co-serving replica compiles all of them before it takes calls.
     config.sampler.max_slots, config.sampler.max_context_tokens = 32, 128
@@ -24,7 +24,7 @@ def get_config() -> Config:
     serving.sampler.page_tokens, serving.sampler.max_prefill_tiles = 32, 4
     serving.ttft_s, serving.tpot_s = 0.3, 0.05
     serving.traffic.trace = "azure2023_conv_pub"
-    serving.traffic.prompts, serving.traffic.outputs = 0.05, 0.15
+    serving.traffic.prompts, serving.traffic.outputs = 0.05, 0.1
     for name in ("dedicated", "coserving"):
         replica = ReplicaConfig(name=name, coserve=name == "coserving")
         replica.environment.update(ONE_THREAD)

@@ -28,7 +28,7 @@ from rose_jax.policy import Policy, build_policy
 from rose_jax.publishing import LearnerPublisher
 from scripts.fleet import open_fleet
 from scripts.replicas import TrainingReplica, make_replica
-from scripts.traffic import OnlineTraffic, check_traffic
+from scripts.traffic import OnlineTraffic
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -96,9 +96,8 @@ def open_run(config: Config, workdir: Path, stack: contextlib.ExitStack) -> Run:
     Raises:
         ValueError: parts of the configuration do not fit each other, or the workdir holds another run.
         CheckpointError: a model or a checkpoint cannot be used.
-        TrafficError: online traffic was asked for and does not begin.
     """
-    check_traffic(config)
+    traffic = OnlineTraffic(config, workdir)
     suite = load_task_suite(config.env.factory, config.env.options)
     mesh = make_mesh(config.mesh)
     policy = build_policy(config, suite, mesh)
@@ -127,9 +126,7 @@ def open_run(config: Config, workdir: Path, stack: contextlib.ExitStack) -> Run:
         else make_replica("local", config, policy.model_config, store)
     )
     runner = stack.enter_context(RolloutRunner(config, suite, policy.chat, replica))
-    traffic = OnlineTraffic(config, workdir)
-    stack.callback(traffic.stop)
-    traffic.wait_until_it_flows()
+    stack.callback(traffic.stop)  # before the replicas end
     return Run(
         config=config,
         workdir=workdir,

@@ -33,16 +33,32 @@ class TrafficError(RoseError):
 
 
 class OnlineTraffic:
-    """See the module. Nothing is started if no traffic is asked for. `stop` it before its rows are read."""
+    """See the module. Does nothing if no traffic is asked for. `stop` it before its rows are read.
+
+    Raises:
+        ValueError: the trace cannot be used.
+    """
 
     def __init__(self, config: Config, workdir: Path) -> None:
-        self._folder = workdir.resolve()
+        self._config, self._folder = config, workdir.resolve()
+        self._replicas: list[ReplicaConfig] = []
+        if config.coserving.traffic.trace is not None:
+            self._replicas = [replica for replica in config.fleet.replicas if replica.coserve]
+        if self._replicas:
+            online_trace(config)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        for replica in config.fleet.replicas:
-            if replica.coserve and sends_traffic(config):
-                self._processes[replica.name] = self._start(config, replica)
 
-    def _start(self, config: Config, replica: ReplicaConfig) -> subprocess.Popen[bytes]:
+    def start(self) -> None:
+        """Blocks until requests are sent to every co-serving replica, all of which must be there.
+
+        Raises:
+            TrafficError: a process ends before, or takes too long.
+        """
+        for replica in self._replicas:
+            self._processes[replica.name] = self._begin(self._config, replica)
+        self._wait_until_it_flows()
+
+    def _begin(self, config: Config, replica: ReplicaConfig) -> subprocess.Popen[bytes]:
         where = f"--url={replica.address}" if replica.address else f"--ready_file={self._folder / PRIVATE / replica.name}.json"
         token = config.coserving.online_token if replica.address else None
         search = os.pathsep.join([str(entry.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -60,8 +76,7 @@ class OnlineTraffic:
                 start_new_session=True,  # Ctrl-C is the run's to handle
             )
 
-    def wait_until_it_flows(self) -> None:
-        """Raises TrafficError if a process ends before it sends, or takes too long."""
+    def _wait_until_it_flows(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         for name, process in self._processes.items():
             while not self._has_begun(name):
@@ -103,14 +118,3 @@ class OnlineTraffic:
     def _last_words(self, name: str) -> str:
         lines = [line for line in self._log(name).read_text(errors="replace").splitlines() if line.strip()]
         return " / ".join(lines[-NUM_LAST_LINES:]) or f"it said nothing; its log: {self._log(name)}"
-
-
-def sends_traffic(config: Config) -> bool:
-    """Whether a run of this configuration has online traffic of its own."""
-    return config.coserving.traffic.trace is not None and any(replica.coserve for replica in config.fleet.replicas)
-
-
-def check_traffic(config: Config) -> None:
-    """Raises ValueError if traffic is asked for and its trace cannot be used."""
-    if sends_traffic(config):
-        online_trace(config)

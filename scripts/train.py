@@ -46,6 +46,7 @@ def train(config: Config, workdir: Path, stack: contextlib.ExitStack) -> None:
     if learner.phase is Phase.WARMUP:
         warm_up(run)
     run.publish()
+    run.traffic.start()
 
     with progress_bar("train", config.num_versions, "version", initial=learner.version) as train_bar:
         while learner.version < config.num_versions:

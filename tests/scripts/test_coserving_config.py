@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from common.config import Config, ReplicaConfig, serving_config, validate
 from common.traffic.online import online_trace
 from configs import coserve_cpu
-from scripts.traffic import check_traffic, sends_traffic
+from scripts.traffic import OnlineTraffic
 
 
 def set_field(config: Config, field: str, value: Any) -> None:
@@ -44,13 +45,15 @@ def test_a_bad_value_is_named_with_the_fix(field: str, value: Any, words: list[s
         assert word in str(error.value)
 
 
-def test_nothing_is_asked_of_a_run_without_a_coserving_replica() -> None:
+def test_nothing_is_asked_of_a_run_without_a_coserving_replica(tmp_path: Path) -> None:
     config = Config()
     config.coserving.ttft_s = 0.0
     config.coserving.traffic.trace = "nowhere.csv"
     validate(config)
-    check_traffic(config)
-    assert not sends_traffic(config)
+    traffic = OnlineTraffic(config, tmp_path)
+    traffic.start()
+    assert traffic.stop() == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_models_on_several_ranks_are_refused() -> None:
@@ -68,12 +71,12 @@ def test_two_models_on_several_ranks_are_refused() -> None:
         ("prompts", 5.0, ["max_context_tokens=384", "lower coserving.traffic.prompts or outputs"]),
     ],
 )
-def test_a_trace_that_cannot_be_replayed_is_refused_with_the_fix(field: str, value: Any, words: list[str]) -> None:
+def test_a_trace_that_cannot_be_replayed_is_refused_with_the_fix(tmp_path: Path, field: str, value: Any, words: list[str]) -> None:
     config = coserve_cpu.get_config()
     setattr(config.coserving.traffic, field, value)
     config.coserving.traffic.end_s += config.coserving.traffic.start_s
     with pytest.raises(ValueError, match=r"coserving\.traffic") as error:
-        check_traffic(config)
+        OnlineTraffic(config, tmp_path)
     for word in words:
         assert word in str(error.value)
 
