@@ -31,7 +31,7 @@ from common.serving.coserving.admission import AdmissionController, AdmissionSet
 from common.serving.coserving.baselines import AlternatingPolicy
 from common.serving.coserving.calibration import calibrate
 from common.serving.coserving.decision_trace import DecisionTrace
-from common.serving.coserving.events import AdmissionPolicy, Decision, Event, Free, Planned, Side, StepDone
+from common.serving.coserving.events import AdmissionPolicy, Arrived, Decision, Event, Free, Planned, Side, StepDone
 from common.serving.coserving.executor import CoServingExecutor
 from common.serving.coserving.objectives import LengthClasses, Objective, Objectives
 from common.serving.coserving.step_time import StepTimePredictor
@@ -79,6 +79,9 @@ class SwitchedPolicy:
 
     def class_of(self, request: Request) -> str:
         return self.classes.class_of(len(request.prompt_token_ids))
+
+    def priority_of(self, event: Arrived) -> int:
+        return self.policy.priority_of(event)
 
     def on_event(self, event: Event, now_s: float) -> tuple[Decision, ...]:
         started_s = time.perf_counter()

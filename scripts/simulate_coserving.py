@@ -24,7 +24,7 @@ from common.serving.coserving.admission import AdmissionController, AdmissionSet
 from common.serving.coserving.baselines import AllSlackPolicy, AlternatingPolicy
 from common.serving.coserving.calibration import calibrate
 from common.serving.coserving.emulated import EmulatedEngine
-from common.serving.coserving.events import AdmissionPolicy, Decision, Event, Side, StepDone
+from common.serving.coserving.events import AdmissionPolicy, Arrived, Decision, Event, Side, StepDone
 from common.serving.coserving.objectives import Objectives
 from common.serving.coserving.simulation import SERVING_MODEL, CommitEvery, Simulated, simulate
 from common.serving.coserving.step_time import StepFeatures
@@ -86,6 +86,9 @@ class Timed:
 
     def __init__(self, policy: AdmissionPolicy) -> None:
         self.policy, self.step_us, self._spent_s = policy, list[float](), 0.0
+
+    def priority_of(self, event: Arrived) -> int:
+        return self.policy.priority_of(event)
 
     def on_event(self, event: Event, now_s: float) -> tuple[Decision, ...]:
         started_s = time.perf_counter()

@@ -152,6 +152,11 @@ class AdmissionController:
                 self._on_work(event)
         return ()
 
+    def priority_of(self, event: Arrived) -> int:
+        """Earliest deadline first (Liu and Layland 1973, section 7): short prompts, whose objectives are short, pass long ones."""
+        objective = self.objectives.of_request(event.model, event.request_class)
+        return -round(1e6 * (event.arrival_s + objective.ttft_s))
+
     # Deciding
 
     def _on_free(self, event: Free, now_s: float) -> Decision:

@@ -47,6 +47,10 @@ class AlternatingPolicy:
         self._last_side = Side.ROLLOUT
         self._serving_waits = False
 
+    def priority_of(self, event: Arrived) -> int:
+        """All are equal: first come, first served."""
+        return 0
+
     def on_event(self, event: Event, now_s: float) -> tuple[Decision, ...]:
         record = _record(now_s)
         match event:
@@ -91,6 +95,10 @@ class AllSlackPolicy:
         self._live: dict[str, _Live] = {}
         self._slack_s = math.inf
         self._serving_waits = False
+
+    def priority_of(self, event: Arrived) -> int:
+        """All are equal: first come, first served."""
+        return 0
 
     def on_event(self, event: Event, now_s: float) -> tuple[Decision, ...]:
         match event:

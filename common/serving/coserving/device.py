@@ -124,24 +124,21 @@ class CoServedDevice:
 
     def add(self, side: Side, request: Request, *, arrival_s: float | None = None) -> None:
         """Queue a request. Raises RequestRejectedError, or ValueError if its class has no objective."""
-        request_class = self._class_of(request)
         now_s = self._clock.now_s()
-        self.engines[side].add(request)
-        self._num_live[side] += 1
-        if side is Side.SERVING:
-            self._online.add(request.request_id)
-            self._plan_is_old = True
+        if side is Side.ROLLOUT:
+            self.engines[side].add(request)
+        else:
             event = Arrived(
                 request_id=request.request_id,
                 model=self._serving_model,
-                request_class=request_class,
+                request_class=self._class_of(request),
                 arrival_s=now_s if arrival_s is None else arrival_s,
             )
-            try:
-                self._tell(event, now_s)
-            except ValueError:  # its class has no objective
-                self.abort(side, request.request_id)
-                raise
+            self.engines[side].add(dataclasses.replace(request, priority=self.policy.priority_of(event)))
+            self._online.add(request.request_id)
+            self._plan_is_old = True
+            self._tell(event, now_s)
+        self._num_live[side] += 1
 
     def abort(self, side: Side, request_id: str) -> None:
         self.engines[side].abort(request_id)

@@ -114,8 +114,9 @@ class EmulatedEngine:
         assert self._in_flight is None, "plan with a step in flight"
         budget, prefill, decode = limits.max_tokens, [], []
         free, slots = len(self._free_slots), reversed(self._free_slots)
-        line = [*self._running.values(), *itertools.islice(self._waiting.values(), free)]
-        for sequence in sorted(line, key=lambda sequence: not _decodes(sequence)):
+        waiting = sorted(self._waiting.values(), key=lambda sequence: -sequence.request.priority)
+        line = [*self._running.values(), *itertools.islice(waiting, free)]
+        for sequence in sorted(line, key=lambda sequence: (-sequence.request.priority, not _decodes(sequence))):
             if budget == 0:
                 break
             num_cached = sequence.num_cached or self._prefix(sequence)

@@ -173,3 +173,11 @@ class AdmissionPolicy(Protocol):
     def on_event(self, event: Event, now_s: float) -> tuple[Decision, ...]:
         """Exactly one decision for Free and Planned, none for other events."""
         ...
+
+    def priority_of(self, event: Arrived) -> int:
+        """Of an online request among the others, asked before the event: the engine serves the highest first.
+
+        Raises:
+            ValueError: its model or class has no objective.
+        """
+        ...

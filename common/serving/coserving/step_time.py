@@ -31,8 +31,6 @@ PRIOR = 1.0
 forgotten: without new kinds of steps the weights would drift."""
 MAX_MARGIN = 3.0
 """A few steps that another process held up for long must not make every later one look as long: that is for caution to answer."""
-MAX_MARGIN = 3.0
-"""A few steps that another process held up for long must not make every later one look as long: that is for caution to answer."""
 SMALLEST_S = 1e-5
 SHAPE_SIGHTINGS = 4
 """Of one shape, before its own mean says more than the line through all."""

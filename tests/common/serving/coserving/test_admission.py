@@ -67,6 +67,20 @@ def test_while_a_request_waits_for_its_first_token_serving_runs() -> None:
     assert (decision.record.num_live, decision.record.num_waiting) == (2, 1)
 
 
+def test_online_requests_are_served_by_their_deadlines_and_one_without_an_objective_is_refused() -> None:
+    by_class = {"short": Objective(ttft_s=0.1, tpot_s=0.1), "long": Objective(ttft_s=0.4, tpot_s=0.1)}
+    policy = AdmissionController(Objectives(by_model={"serving": by_class}), longest_serving_step=LONGEST_SERVING_STEP)
+
+    def priority(request_class: str, arrival_s: float) -> int:
+        return policy.priority_of(Arrived(request_id="a", model="serving", request_class=request_class, arrival_s=arrival_s))
+
+    in_order = [priority("long", 9.7), priority("short", 10.1), priority("short", 10.1001), priority("long", 10.0)]
+    assert in_order == sorted(in_order, reverse=True)
+    assert len(set(in_order)) == 4
+    with pytest.raises(ValueError, match="medium"):
+        priority("medium", 10.0)
+
+
 def test_slack_of_the_tightest_live_request_is_lent_and_named() -> None:
     policy = calibrated(OBJECTIVE)
     arrive(policy, "slow", 9.0, first_token_s=9.5)

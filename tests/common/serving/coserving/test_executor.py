@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -14,10 +15,11 @@ from common.errors import EngineClosedError, RequestRejectedError
 from common.serving.coserving.admission import AdmissionController
 from common.serving.coserving.baselines import AlternatingPolicy
 from common.serving.coserving.decision_trace import DecisionTrace, events_from_lines, replay
+from common.serving.coserving.device import CoServedDevice
 from common.serving.coserving.events import AdmissionPolicy, Side, Work
 from common.serving.coserving.executor import CoServedLoop, CoServingExecutor
 from common.serving.coserving.objectives import Objective, Objectives
-from common.serving.engine import StepPlan, StepResult
+from common.serving.engine import StepLimits, StepPlan, StepResult
 from common.serving.fake import FakeEngine
 from common.serving.fake_model import make_weights
 from common.types import Completion, FinishReason, Request, SamplingKey, SamplingParams
@@ -91,6 +93,27 @@ def request(request_id: str, number: int, *, max_tokens: int = 6) -> Request:
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, timeout=60))
+
+
+def test_a_short_objective_passes_longer_ones_that_came_before_it() -> None:
+    by_class = {"short": Objective(ttft_s=0.1, tpot_s=0.1), "long": Objective(ttft_s=10.0, tpot_s=0.1)}
+    policy = AdmissionController(Objectives(by_model={"serving": by_class}), longest_serving_step=LONGEST_SERVING_STEP)
+    engine = FakeEngine(WEIGHTS, max_context_tokens=128, max_slots=4, clock=FakeClock())
+    device = CoServedDevice(
+        {Side.SERVING: engine, Side.ROLLOUT: FakeEngine(WEIGHTS, max_context_tokens=128)},
+        policy,
+        FakeClock(),
+        limits={side: StepLimits(max_tokens=8) for side in Side},
+        serving_model="serving",
+        class_of=lambda request: "short" if len(request.prompt_token_ids) < 10 else "long",
+    )
+    for number in range(3):
+        device.add(Side.SERVING, dataclasses.replace(request(f"long{number}", number), prompt_token_ids=(1,) * 30))
+    device.add(Side.SERVING, request("short", 3))
+    answered: list[str] = []
+    while not answered:
+        answered = [token.request_id for _, result in device.turn().results for token in result.tokens]
+    assert answered == ["short"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
