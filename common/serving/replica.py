@@ -201,6 +201,7 @@ class LocalReplica(Generic[WeightsT]):
                 upstream = self._upstream
                 await self._loop.between_steps_in_slices(lambda: upstream.commit_in_slices(staged))
                 self._subscriber = upstream
+                await asyncio.to_thread(upstream.confirm)
             if self._subscriber.version is None:
                 raise ReplicaUnavailableError(f"replica {self._id} has nothing to commit; stage a version first")
             return self._subscriber.version

@@ -105,8 +105,7 @@ class Subscriber:
     def poll(self, timeout_s: float = 0.0) -> int | None:
         """The newest version that can be staged, as soon as there is one; None if there is none within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        if self._unconfirmed is not None:
-            self._confirm(self._unconfirmed)
+        self.confirm()
         catalog = self._store.catalog()
         while True:
             path = self._path(catalog.entries, None)
@@ -124,6 +123,7 @@ class Subscriber:
         Raises:
             TransferError: see errors.py. Weights and version are as before, and another call starts afresh.
         """
+        self.confirm()
         for attempt in range(1, MAX_PLANS + 1):
             path = self._path(self._fresh_catalog().entries, version)
             if path is None:
@@ -166,7 +166,8 @@ class Subscriber:
             return None
         self._held, self._in_doubt = Held(head.lineage, head.version), False
         self._fingerprints, self._staged = live, None
-        self._confirm(head.version)
+        self._unconfirmed = head.version
+        self.confirm()
         return head.version
 
     def commit(self, staged: StagedUpdate) -> None:
@@ -177,11 +178,13 @@ class Subscriber:
         """
         for _ in self.commit_in_slices(staged):
             pass
+        self.confirm()
 
     def commit_in_slices(self, staged: StagedUpdate) -> Iterator[None]:
         """`commit`, yielding between the pieces that the target writes it in: between two, other engines may use the device.
 
-        Takes effect when the iterator is exhausted; closed before that, it leaves weights and version as they were.
+        Takes effect when the iterator is exhausted; closed before that, it leaves weights and version as they were. It asks nothing
+        of the store, so that none can hold up serving: call `confirm` afterwards.
         """
         held = Held(staged.lineage, staged.version)
         if self._held == held and not self._in_doubt:
@@ -196,7 +199,7 @@ class Subscriber:
             self._fingerprints = {}
         self._fingerprints.update(staged.fingerprints)
         self._staged = None
-        self._confirm(staged.version)
+        self._unconfirmed = staged.version
 
     def check_base(self, staged: StagedUpdate) -> None:
         """Raises WrongBaseError if an update was staged for other weights than those held now."""
@@ -260,9 +263,12 @@ class Subscriber:
         self._holding = Holding(layout, names, self._target)
         return self._holding
 
-    def _confirm(self, version: int) -> None:
-        """Tell the publisher. If it cannot be reached the next poll tries again; until then it keeps our old base alive."""
-        self._unconfirmed = version
+    def confirm(self) -> None:
+        """Tell the publisher what was committed last, if it does not know. If it cannot be reached, the next poll, stage or confirm
+        tries again; until then it keeps our old base alive."""
+        version = self._unconfirmed
+        if version is None:
+            return
         try:
             self._store.confirm(self._id, version)
             self._unconfirmed = None

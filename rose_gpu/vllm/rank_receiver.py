@@ -89,6 +89,7 @@ class RankReceiver:
         self._staged: StagedUpdate | None = None
         self._error: tuple[str, str] | None = None
         self._thread: threading.Thread | None = None
+        self._confirming: threading.Thread | None = None
 
     def start(self, version: int) -> None:
         """Stage a version in the background; the one before it must have ended."""
@@ -125,7 +126,10 @@ class RankReceiver:
     def finish(self, goal: Held) -> None:
         """Keep what `write` has written, on every rank."""
         if self._subscriber.held != goal and self._staged is not None:
-            self._subscriber.commit(self._staged)
+            for _ in self._subscriber.commit_in_slices(self._staged):
+                pass
+            self._confirming = threading.Thread(target=self._subscriber.confirm, name="confirm", daemon=True)  # engine steps go on
+            self._confirming.start()
         self._staged = None
 
     def roll_back(self) -> None:
@@ -136,6 +140,8 @@ class RankReceiver:
         self._subscriber.close()
 
     def _stage(self, version: int) -> None:
+        if self._confirming is not None:
+            self._confirming.join()
         try:
             self._staged = self._subscriber.stage(version)
         except (TransferError, ValueError, OSError, MemoryError) as error:

@@ -114,6 +114,9 @@ class RankSubscriber:
         for _ in self.commit_in_slices(staged):
             pass
 
+    def confirm(self) -> None:
+        """Ranks confirm for themselves."""
+
     def close(self) -> None:
         """The ranks end with their engine."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,31 @@ def test_a_failed_commit_keeps_the_version_served_and_disturbs_no_request(set_up
             assert set((await running).weight_versions) == {1}
 
     run(work())
+
+
+def test_a_store_that_takes_no_confirmation_holds_up_no_request(
+    set_up: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = set_up()
+    confirming, may_end = threading.Event(), threading.Event()
+
+    async def work() -> tuple[int, int]:
+        async with setup.running() as replica:
+            setup.publish(0)
+            await sync(replica)
+            setup.publish(1)
+            await replica.stage()
+            monkeypatch.setattr(DirectoryStore, "confirm", lambda *_: (confirming.set(), may_end.wait(30)))
+            commit = asyncio.create_task(replica.commit())
+            try:
+                await asyncio.to_thread(confirming.wait, 30)
+                completion = await replica.generate(request(1))
+                assert not commit.done()
+            finally:
+                may_end.set()
+            return set(completion.weight_versions).pop(), await commit
+
+    assert run(work()) == (1, 1)
 
 
 def test_draining_waits_for_what_is_in_flight_and_refuses_what_comes(set_up: Callable[..., Setup]) -> None:
