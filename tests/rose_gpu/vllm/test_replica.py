@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rose_gpu.vllm.environment import installed_vllm
+from rose_gpu.vllm.worker_weights import MAX_SLICE_BYTES
 
 if installed_vllm() is None:
     pytest.skip("vLLM is not installed: see requirements/serve-cpu.txt", allow_module_level=True)
@@ -118,7 +119,7 @@ def test_what_vllm_sampled_goes_into_the_next_turn_id_for_id(closing: list[Publi
 
 
 def test_another_engine_steps_between_the_slices_of_a_large_commit(closing: list[Publisher]) -> None:
-    setup = Setup(hidden_size=512, intermediate_size=1536)
+    setup = Setup(hidden_size=1024, intermediate_size=3072)
     closing.append(setup.publisher)
     setup.publish(1)
 
@@ -137,4 +138,4 @@ def test_another_engine_steps_between_the_slices_of_a_large_commit(closing: list
             return num_steps, size
 
     num_steps, update_bytes = asyncio.run(work())
-    assert num_steps >= update_bytes // (2 << 20) >= 4
+    assert num_steps >= update_bytes // MAX_SLICE_BYTES >= 4
