@@ -37,7 +37,7 @@ _BACKEND = flags.DEFINE_enum("backend", "jetstream", ["jetstream", "vllm"], "Eng
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations.", flag_values=_FLAGS)
 _STREAMS = flags.DEFINE_list("streams", ["1", "8"], "Numbers of streams.", flag_values=_FLAGS)
 _REQUESTS = flags.DEFINE_integer("requests", 16, "Completions of each stream and round.", flag_values=_FLAGS)
-_BODIES = flags.DEFINE_integer("bodies", 50, "Large bodies on their way at a time.", flag_values=_FLAGS)
+_BODIES = flags.DEFINE_integer("bodies", 8, "Large bodies on their way at a time.", flag_values=_FLAGS)
 _WAVES = flags.DEFINE_integer("waves", 40, "Rollouts that wait in the parsing part, in slots of the engine.", flag_values=_FLAGS)
 _OUT = flags.DEFINE_string("out", None, "JSON file to write.", flag_values=_FLAGS)
 
@@ -220,6 +220,8 @@ async def gaps_ms(server: ServingProcess, num_bodies: int) -> tuple[list[float],
                 raise outcome
     if not num_waiting:
         raise ValueError(f"the engine ran out of rollouts in {PHASE_S:g} s; raise --waves={_WAVES.value}")
+    if num_bodies and num_parsed_then == num_before:
+        raise ValueError(f"no body was parsed in {PHASE_S:g} s, so this measures nothing: the machine is too busy")
     kept = [end_s for end_s in ends_s if started_s <= end_s <= ended_s]
     return [1e3 * (after - before) for before, after in itertools.pairwise(kept)], num_parsed_then - num_before
 
