@@ -77,7 +77,9 @@ async def _serve_both(config: Config, replica_id: str, channels: dict[Side, Chan
     if config.sampler.backend == "jetstream":
         for replica in replicas.values():
             replica.engine.warm_up()  # vLLM on CPU compiles nothing
-    calibrate(dict(executor.engines), policy, MonotonicClock(), limits=dict(executor.limits))
+    learning = admission_of(config)  # a policy of its own: surprises while step times are being learnt are no cause for caution
+    calibrate(dict(executor.engines), learning, MonotonicClock(), limits=dict(executor.limits))
+    policy.predictors.update(learning.predictors)
     stores = {Side.SERVING: serving_store, Side.ROLLOUT: store}
     async with replicas[Side.SERVING], replicas[Side.ROLLOUT], executor:  # no step is taken once a replica closes its engine
         for side, replica in replicas.items():

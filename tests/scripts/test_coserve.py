@@ -19,6 +19,7 @@ from scripts import entry
 from scripts.fleet import LOGS, PRIVATE, open_fleet
 from scripts.killed_runs import TrainCommand
 from scripts.serve_coserving import admission_of, longest_step
+from scripts.traffic import OnlineTraffic, TrafficError
 from tests.common.rollout.test_fleet import is_running
 from tests.scripts import tiny_coserve_run
 
@@ -65,6 +66,20 @@ def test_traffic_that_cannot_be_sent_ends_with_one_line(tmp_path: Path, argument
     assert len(done.stderr.strip().splitlines()) == 1
     for word in words:
         assert word in done.stderr
+
+
+def test_a_run_whose_front_cannot_be_reached_ends_with_the_words_of_its_traffic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "config_arguments", lambda: [CONFIG])
+    config = tiny_coserve_run.get_config()
+    config.fleet.replicas[1].address = "http://127.0.0.1:1"
+    (tmp_path / LOGS).mkdir()
+    traffic = OnlineTraffic(config, tmp_path)
+    with pytest.raises(TrafficError, match=r"no online traffic for replica shared: .*http://127.0.0.1:1 cannot be reached"):
+        traffic.start()
+    assert len(traffic.stop()) == 1
+    assert traffic.stop() == []
 
 
 @pytest.fixture
