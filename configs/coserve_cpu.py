@@ -1,8 +1,8 @@
 """FrozenLake 4x4 learnt on a dedicated replica and on one that serves replayed online traffic at the same time.
 
-Hardware: 2 CPU cores, 4 GB. Duration: unmeasured.
-Expected: unmeasured.
-Command: make train CONFIG=configs/coserve_cpu.py   (backends: --config.fleet.replicas[1].backend=vllm, after `make serve-env`)
+Hardware: 2 CPU cores, 4 GB. Duration: unmeasured; meant for about 5 minutes on a machine with nothing else to do.
+Expected: unmeasured. The report has success, latencies beside their objectives, and the share of rollout tokens that was borrowed.
+Command: make train CONFIG=configs/coserve_cpu.py   (ARGS="--config.fleet.replicas[1].backend=vllm" after `make serve-env`)
 """
 
 from common.config import Config, ReplicaConfig
