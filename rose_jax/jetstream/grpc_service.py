@@ -106,7 +106,11 @@ class GrpcServer:
         Raises:
             ValueError: the address cannot be had.
         """
-        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", front.limits.max_body_bytes)])
+        options = [
+            ("grpc.max_receive_message_length", front.limits.max_body_bytes),
+            ("grpc.so_reuseport", 0),  # else two replicas on one port share its calls, whosever they are
+        ]
+        self._server = grpc.aio.server(options=options)
         service = Orchestrator(front)
         handlers = {
             "Decode": grpc.unary_stream_rpc_method_handler(

@@ -130,6 +130,16 @@ def test_a_second_stop_ends_a_call_with_an_answer() -> None:
         front.wait_until(front.is_idle)
 
 
+def test_a_port_that_another_server_has_is_refused_instead_of_shared() -> None:
+    with running_front() as front, grpc_server(front) as port:
+
+        async def start_another() -> None:
+            GrpcServer(front.front, host="127.0.0.1", port=port)
+
+        with pytest.raises(ValueError, match=f"--grpc_port={port} cannot be listened on at 127.0.0.1: .*; name another"):
+            front.call(start_another())
+
+
 def test_the_api_key_is_the_same_as_over_http() -> None:
     with client(tokens=Tokens(online=[Secret(KEY.encode(), "test")])) as (stub, _):
         with pytest.raises(grpc.RpcError) as refused:
