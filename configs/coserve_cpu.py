@@ -2,8 +2,8 @@
 
 Hardware: 2 CPU cores, 4 GB. Duration: unmeasured; meant for about 5 minutes on a machine with nothing else to do.
 Expected: unmeasured as it stands. On a machine with a load of 7 from elsewhere, with 6 versions and arrivals 4 times as far apart:
-sampled success 0.42 before and 0.68 after (60 held-out maps), 82 % of 205 requests met their objectives, 21 % of the rollout's tokens
-were borrowed.
+sampled success 0.42 before and 0.68 after (60 held-out maps), 82 % of 205 requests met their objectives, 21 % of the rollout's
+tokens were borrowed.
 Command: make train CONFIG=configs/coserve_cpu.py   (ARGS="--config.fleet.replicas[1].backend=vllm" after `make serve-env`)
 """
 
