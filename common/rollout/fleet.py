@@ -57,6 +57,8 @@ class _Member:
     given_up: str | None = None
     lost: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     why_lost: str = ""
+    syncing: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Of the life that is up: a catch-up that mixed with a new version would put the older weights back."""
     past: LoopCounters = dataclasses.field(default_factory=LoopCounters)
     """Counters of lives that are over."""
 
@@ -89,7 +91,10 @@ class ReplicaFleet:
         self._max_restarts, self._on_news = max_restarts, on_news
         self._version: int | None = None
         self._staged: int | None = None
+        self._holders: set[RemoteReplica] = set()
+        """Lives on which it was staged: a process that was started since has nothing to commit."""
         self._expected: dict[str, str] | None = None
+        self._committing = False
         self._draining = False
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._changed = asyncio.Event()
@@ -160,8 +165,15 @@ class ReplicaFleet:
         """
         if version is None:
             version = (await self._on_each(lambda replica: replica.stage(None)))[0][1].version
-        reports = [report for _, report in await self._on_each(lambda replica: replica.stage(version))]
-        self._staged = version
+        holders = set[RemoteReplica]()
+
+        async def stage(replica: RemoteReplica) -> StageReport:
+            report = await replica.stage(version)
+            holders.add(replica)
+            return report
+
+        reports = [report for _, report in await self._on_each(stage)]
+        self._staged, self._holders = version, holders
         slowest = max(reports, key=lambda report: sum(report.seconds.values()))
         return dataclasses.replace(
             slowest,
@@ -173,12 +185,22 @@ class ReplicaFleet:
         """Commit on every replica that is up; the fleet serves that version from then on, and others once they have caught up."""
         if self._staged is None:
             raise ReplicaUnavailableError("the fleet has nothing to commit; stage a version first")
-        staged = self._staged
-        committed = await self._on_each(lambda replica: replica.commit())
-        self._version, self._expected = staged, None
-        for member, version in committed:
-            member.version, member.num_failures = version, 0
-        self._tell()
+        staged, holders = self._staged, self._holders
+
+        async def commit(replica: RemoteReplica) -> int:
+            if replica not in holders:  # a life that began since
+                await replica.stage(staged)
+            return await replica.commit()
+
+        self._committing = True
+        try:
+            committed = await self._on_each(commit)
+            self._version, self._expected = staged, None
+            for member, version in committed:
+                member.version, member.num_failures = version, 0
+        finally:
+            self._committing = False
+            self._tell()
         return staged
 
     def differing_tensors(self, published: Mapping[str, np.ndarray]) -> list[str]:
@@ -240,9 +262,14 @@ class ReplicaFleet:
         Raises:
             TransferError: it failed so on each that was not lost under it.
         """
+
+        async def alone(member: _Member, replica: RemoteReplica) -> ResultT:
+            async with member.syncing:
+                return await call(replica)
+
         while True:
             up = self._those_up()
-            results = await asyncio.gather(*(call(replica) for _, replica in up), return_exceptions=True)
+            results = await asyncio.gather(*(alone(member, replica) for member, replica in up), return_exceptions=True)
             good: list[tuple[_Member, ResultT]] = []
             failures: list[TransferError] = []
             for (member, replica), result in zip(up, results, strict=True):
@@ -250,11 +277,12 @@ class ReplicaFleet:
                     case EngineClosedError() | ReplicaUnavailableError() | FarProcessError() | AuthenticationError():
                         member.lose(replica, str(result))
                     case TransferError():
-                        self._on_news(f"Replica {member.name} stays behind: {result}")
-                        failures.append(result)
+                        if await self._is_there(member, replica):
+                            self._on_news(f"Replica {member.name} stays behind: {result}")
+                            failures.append(result)
                     case BaseException():
                         raise result
-                    case _:
+                    case _ if member.replica is replica:  # else it has ended since
                         good.append((member, result))
             if good:
                 return good
@@ -263,6 +291,14 @@ class ReplicaFleet:
             while not self._those_up():
                 self._check_hope()
                 await self._changed.wait()
+
+    async def _is_there(self, member: _Member, replica: RemoteReplica) -> bool:
+        """Whether a replica that failed at a transfer still answers: its end is told by no other error than its store's is."""
+        try:
+            await replica.refresh()
+        except LOST as error:
+            member.lose(replica, str(error))
+        return member.replica is replica and not member.lost.is_set()
 
     def _tell(self) -> None:
         """The state of a replica or of the fleet changed: let everybody look again."""
@@ -315,6 +351,7 @@ class ReplicaFleet:
         except RoseError as error:
             return str(error)
         member.lost.clear()
+        member.syncing = asyncio.Lock()
         member.replica, member.version, member.was_up = replica, None, True
         self._tell()
         ended = asyncio.ensure_future(member.origin.ended())
@@ -335,8 +372,8 @@ class ReplicaFleet:
         while True:
             changed = asyncio.ensure_future(self._changed.wait())
             try:
-                if self._version is not None and member.version != self._version:
-                    await self._catch_up(member, replica, self._version)
+                if self._is_behind(member):
+                    await self._catch_up(member, replica)
                     num_failed = 0
                 elif is_due:
                     await replica.refresh()
@@ -344,7 +381,7 @@ class ReplicaFleet:
                 member.lose(replica, str(error))
             except TransferError as error:
                 num_failed += 1
-                if num_failed == MAX_CATCH_UPS:
+                if await self._is_there(member, replica) and num_failed >= MAX_CATCH_UPS:
                     return f"it cannot take version {self._version}: {error}"
             await asyncio.wait({ended, lost, changed}, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
             is_due = not changed.done()
@@ -354,15 +391,22 @@ class ReplicaFleet:
             if lost.done():
                 return member.why_lost
 
-    async def _catch_up(self, member: _Member, replica: RemoteReplica, version: int) -> None:
+    def _is_behind(self, member: _Member) -> bool:
+        """Whether its keeper is to bring it to the fleet's version; while the fleet commits, it comes along or is so afterwards."""
+        return not self._committing and self._version is not None and member.version != self._version
+
+    async def _catch_up(self, member: _Member, replica: RemoteReplica) -> None:
         """Bring one replica to the fleet's version by itself."""
-        await replica.stage(version)
-        committed = await replica.commit()
-        if self._expected is not None and committed == self._version:
-            differing = _differing(self._expected, await replica.digests())
-            if differing:
-                raise FingerprintMismatchError(f"version {committed}: {', '.join(differing)} are not what was published")
-        member.version = committed
+        async with member.syncing:
+            if not self._is_behind(member):
+                return
+            await replica.stage(self._version)
+            committed = await replica.commit()
+            if self._expected is not None and committed == self._version:
+                differing = _differing(self._expected, await replica.digests())
+                if differing:
+                    raise FingerprintMismatchError(f"version {committed}: {', '.join(differing)} are not what was published")
+            member.version = committed
         self._on_news(f"Replica {member.name} has caught up and serves version {committed}")
         self._tell()
 

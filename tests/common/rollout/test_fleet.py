@@ -177,6 +177,23 @@ def test_a_replica_that_comes_back_between_versions_takes_the_newest_from_the_st
 
 
 @pytest.mark.slow
+def test_a_version_waits_for_the_next_life_of_an_only_replica_that_dies_before_or_within_its_arrival(farm: Farm) -> None:
+    async def work() -> None:
+        only = farm.process("only")
+        async with farm.running(only) as fleet:
+            farm.publish(2)
+            assert only.pid is not None
+            os.kill(only.pid, signal.SIGKILL)  # as while the learner updates: nobody has seen it when the version comes
+            assert (await fleet.stage(2)).version == 2
+            os.kill(only.pid, signal.SIGKILL)
+            assert await fleet.commit() == 2
+            assert {version for each in await generate(fleet, 4) for version in each.weight_versions} == {2}
+        assert sum(news.startswith("Lost replica only") for news in farm.news) == 2
+
+    run(work())
+
+
+@pytest.mark.slow
 def test_a_replica_that_answers_nothing_any_more_is_started_again(farm: Farm) -> None:
     async def work() -> None:
         stuck = farm.process("stuck", generate_s=1.0)
