@@ -26,6 +26,8 @@ NUM_LAST_LINES = 30
 """Of the engine's stderr: enough for the end of a traceback."""
 LAST_WORDS_S = 2.0
 """Between the end of the channel and that of the process."""
+MAX_LINE_BYTES = 8 << 10
+"""A line without an end, of a progress bar say, is passed on in pieces of this size instead of being waited for."""
 END_TIMEOUT_S = 20.0
 """How long an engine may take to free its device before it is killed."""
 
@@ -43,6 +45,7 @@ class EngineProcess:
         self._ours: list[socket.socket] = []
         self._process: asyncio.subprocess.Process | None = None
         self._clients: list[EngineClient] = []
+        self._stderr: asyncio.ReadTransport | None = None
         self._copying: asyncio.Task[None] | None = None
         self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LAST_LINES)
 
@@ -57,7 +60,13 @@ class EngineProcess:
             ours, theirs[flag] = socket.socketpair()
             self._ours.append(ours)
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        said = asyncio.StreamReader()
+        stderr, their_stderr = os.pipe()  # of our own: asyncio waits for a process until its pipes are closed by its children too
+        self._stderr, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(said), os.fdopen(stderr, "rb")
+        )
         with contextlib.ExitStack() as stack:
+            stack.callback(os.close, their_stderr)
             for end in theirs.values():
                 stack.enter_context(end)
             self._process = await asyncio.create_subprocess_exec(
@@ -65,13 +74,14 @@ class EngineProcess:
                 "-m",
                 "scripts.serve",
                 *self._arguments,
+                f"--owner_pid={os.getpid()}",
                 *(f"--{flag}={end.fileno()}" for flag, end in theirs.items()),
                 pass_fds=[end.fileno() for end in theirs.values()],
                 env=os.environ | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
                 stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
+                stderr=their_stderr,
             )
-        self._copying = asyncio.create_task(self._copy_stderr())
+        self._copying = asyncio.create_task(self._copy(said))
         return self
 
     async def connect(self) -> EngineClient:
@@ -94,8 +104,9 @@ class EngineProcess:
         """How the process ended, in its own words as far as there are any. Waits a moment for it to have ended."""
         assert self._process is not None
         assert self._copying is not None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(self._process.wait(), asyncio.shield(self._copying)), LAST_WORDS_S)
+        ended = asyncio.ensure_future(self._process.wait())
+        await asyncio.wait({ended, self._copying}, timeout=LAST_WORDS_S)
+        ended.cancel()
         status = self._process.returncode
         if status is None:
             how = "closed its channel"
@@ -125,13 +136,25 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-        await self._copying
+        await asyncio.wait({self._copying}, timeout=LAST_WORDS_S)  # what it started may live on and hold its stderr
+        self._copying.cancel()
+        if self._stderr is not None:
+            self._stderr.close()
 
-    async def _copy_stderr(self) -> None:
-        assert self._process is not None
-        stderr = self._process.stderr
-        assert stderr is not None
-        async for line in stderr:
-            text = line.decode(errors="replace").rstrip()
-            self._last_lines.append(text)
+    async def _copy(self, stderr: asyncio.StreamReader) -> None:
+        """Pass on and remember what the process says. Never stops before its end: a full pipe would stop the engine."""
+        rest = b""
+        while piece := await stderr.read(MAX_LINE_BYTES):
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) >= MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._pass_on(line)
+        if rest:
+            self._pass_on(rest)
+
+    def _pass_on(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        self._last_lines.append(text)
+        with contextlib.suppress(OSError):  # nobody reads ours any more; the lines that are kept are still told
             print(text, file=sys.stderr, flush=True)

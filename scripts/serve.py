@@ -200,7 +200,8 @@ def write_ready_file(path: Path, report: Mapping[str, object]) -> None:
 def main() -> None:
     config = resolve(_CONFIG.value)
     if _ENGINE_FD.value is not None:
-        end_with_owner(os.getppid())  # also while it compiles and does not look at its channel
+        assert _OWNER_PID.value is not None
+        end_with_owner(_OWNER_PID.value)  # also while it compiles and does not look at its channel
         from scripts.serve_engine import StoreOptions, run_engine
 
         store = StoreOptions(address=_STORE.value, token=_STORE_TOKEN.value, ca=_STORE_CA.value)
