@@ -63,7 +63,7 @@ class _NoAnswerError(Exception):
 
 
 class RemoteReplica:
-    """See the module. Use as `async with`: entering asks what is there, leaving cuts the connections and stops nothing.
+    """See the module. Use as `async with`: entering asks what is there, leaving takes no more calls and stops nothing.
 
     Args:
         store: address of the store that it shall take weights from; None leaves that to how the process was started.
@@ -98,6 +98,10 @@ class RemoteReplica:
 
     async def __aexit__(self, *_exc: object) -> None:
         self._http.close()
+
+    def cut(self) -> None:
+        """Give up the calls under way, as if the connection had broken."""
+        self._http.cut()
 
     async def generate(self, request: Request) -> Completion:
         sampling = dataclasses.asdict(request.sampling)
@@ -217,7 +221,7 @@ class RemoteReplica:
                 raise _NoAnswerError(f"nothing within {limit_s:g} s", sent=True) from None
             except (NotSentError, AnswerLostError) as error:
                 sent = sent or isinstance(error, AnswerLostError)
-                self._http.close()  # what else is kept was opened to the same process and is no better
+                self._http.drop_idle()  # what else is kept was opened to the same process and is no better
                 if pause_s is None:
                     raise _NoAnswerError(str(error), sent=sent) from None
                 await asyncio.sleep(pause_s)

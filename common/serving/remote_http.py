@@ -53,6 +53,8 @@ class HttpClient:
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._closed = False
 
     async def ask(
         self, method: str, path: str, body: bytes = b"", *, headers: Mapping[str, str] | None = None, timeout_s: float
@@ -68,21 +70,37 @@ class HttpClient:
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         async with asyncio.timeout(timeout_s):
             connection = await self._connection()
+            self._busy.add(connection)
             try:
                 answer = await connection.ask("\r\n".join([*lines, "", ""]).encode() + body)
             except BaseException:
                 connection.abort()
                 raise
-        if connection.reusable:
+            finally:
+                self._busy.discard(connection)
+        if connection.reusable and not self._closed:
             self._idle.append(connection)
+        else:
+            connection.abort()
         return answer
 
-    def close(self) -> None:
+    def drop_idle(self) -> None:
         """Cut the connections that are kept."""
         while self._idle:
             self._idle.pop().abort()
 
+    def close(self) -> None:
+        """Take no more calls: they fail with NotSentError. Those under way may still be answered, see `cut`."""
+        self._closed = True
+        self.drop_idle()
+
+    def cut(self) -> None:
+        """Have calls under way fail with AnswerLostError."""
+        for connection in self._busy:
+            connection.abort()
+
     async def _connection(self) -> _Connection:
+        self._check_open()
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -95,7 +113,14 @@ class HttpClient:
             raise NotSentError(f"no connection to {self._authority} within {CONNECT_TIMEOUT_S:g} s") from error
         except OSError as error:
             raise NotSentError(f"no connection to {self._authority}: {error.strerror or error}") from error
+        if self._closed:
+            connection.abort()
+        self._check_open()
         return connection
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NotSentError(f"the connections to {self._authority} were closed from here")
 
 
 class _Connection(asyncio.Protocol):

@@ -87,8 +87,13 @@ class AttachedReplica:
         await asyncio.Event().wait()
 
     async def stop(self) -> str:
-        if self._replica is not None:
-            await self._replica.__aexit__()
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            try:
+                await replica.refresh()  # one that drains, say, answers what is under way
+            except RoseError:
+                replica.cut()
+            await replica.__aexit__()
         return f"its log is where {self._url} runs"
 
 

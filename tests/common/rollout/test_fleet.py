@@ -333,6 +333,27 @@ def test_replicas_are_attached_to_by_address_and_left_running(farm: Farm, tmp_pa
     run(work())
 
 
+@pytest.mark.slow
+def test_turns_on_an_attached_replica_that_hangs_do_not_wait_for_their_own_time_limit(farm: Farm) -> None:
+    async def work() -> None:
+        process = farm.process("there")
+        url = (await process.start())._address.url
+        stuck = AttachedReplica("stuck", url, farm.connect("stuck", generate_s=10 * TIMEOUT_S, status_s=0.5))
+        try:
+            async with farm.running(stuck, farm.process("other"), max_restarts=0) as fleet:
+                undisturbed = tokens(await generate(fleet, 8))
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGSTOP)
+                assert tokens(await generate(fleet, 8)) == undisturbed
+            assert any("Given up: replica stuck" in news and "nothing within 0.5 s" in news for news in farm.news)
+        finally:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)
+            await process.stop()
+
+    run(work())
+
+
 OWNER = """
 import asyncio, sys, pathlib
 from common.serving.remote_process import ProcessFiles, ReplicaProcess
