@@ -96,6 +96,8 @@ class ReplicaFleet:
         self._expected: dict[str, str] | None = None
         self._committing = False
         self._draining = False
+        self._num_calls = 0
+        """Turns that were taken and have not ended, wherever they are; a drain waits for them."""
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._changed = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
@@ -145,6 +147,19 @@ class ReplicaFleet:
             ReplicaUnavailableError: draining, or nothing was committed yet.
             ReplicaFailedError: no replica is left.
         """
+        if self._draining:
+            raise ReplicaUnavailableError("the fleet is draining and takes no new request")
+        if self._version is None:
+            raise ReplicaUnavailableError("the fleet has no weights yet; stage and commit a version first")
+        self._num_calls += 1
+        try:
+            return await self._play(request)
+        finally:
+            self._num_calls -= 1
+            if self._draining:
+                self._tell()
+
+    async def _play(self, request: Request) -> Completion:
         while True:
             member, replica = await self._take_slot()
             try:
@@ -154,8 +169,6 @@ class ReplicaFleet:
             finally:
                 member.num_in_flight -= 1
                 self._wake(1)
-                if self._draining:
-                    self._tell()
 
     async def stage(self, version: int | None = None) -> StageReport:
         """Stage on every replica that is up; one on which it fails is left to its keeper.
@@ -225,7 +238,7 @@ class ReplicaFleet:
 
     async def drain(self) -> None:
         self._draining = True
-        while self._waiting or any(member.num_in_flight for member in self._members):
+        while self._num_calls:
             await self._changed.wait()
 
     async def resume(self) -> None:
@@ -233,10 +246,6 @@ class ReplicaFleet:
 
     async def _take_slot(self) -> tuple[_Member, RemoteReplica]:
         """A free slot of a replica that serves the fleet's version, as soon as there is one."""
-        if self._draining:
-            raise ReplicaUnavailableError("the fleet is draining and takes no new request")
-        if self._version is None:
-            raise ReplicaUnavailableError("the fleet has no weights yet; stage and commit a version first")
         while True:
             usable = [(m, m.replica) for m, _ in self._those_up() if m.version == self._version and m.replica is not None]
             uses = [SlotUse(num_in_flight=m.num_in_flight, num_slots=replica.info.max_slots) for m, replica in usable]
@@ -348,7 +357,7 @@ class ReplicaFleet:
         """Start a replica and look after it; returns why that is over."""
         try:
             replica = await member.origin.start()
-        except RoseError as error:
+        except (RoseError, OSError) as error:  # of the system: no such command, no room for a process or its log
             return str(error)
         member.lost.clear()
         member.syncing = asyncio.Lock()

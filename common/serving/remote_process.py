@@ -140,6 +140,7 @@ class ReplicaProcess:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> RemoteReplica:
+        self._process = None  # of the life before
         self._files.ready.unlink(missing_ok=True)
         self._files.log.parent.mkdir(parents=True, exist_ok=True)
         with self._files.log.open("ab") as log:
@@ -208,6 +209,8 @@ class ReplicaProcess:
         return f"process {self._process.pid} {how if by_itself else 'was told to end'} (log: {self._files.log}){said}"
 
     def _last_lines(self) -> list[str]:
+        if not self._files.log.exists():  # somebody made room
+            return []
         with self._files.log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - MAX_TAIL_BYTES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -217,6 +218,48 @@ def test_a_replica_that_does_not_come_up_ends_the_start_with_its_last_words(farm
                 raise AssertionError("it must not start")
         assert other.pid is not None
         assert not is_running(other.pid)
+
+    run(work())
+
+
+def test_a_command_that_the_system_cannot_run_is_told_as_the_replicas_failure(farm: Farm) -> None:
+    async def work() -> None:
+        nowhere = farm.process("nowhere")
+        nowhere._command[0] = str(farm.folder / "no-python")
+        with pytest.raises(ReplicaFailedError, match=r"replica nowhere: .*No such file.*no-python.*; it was not started"):
+            async with farm.fleet(nowhere):
+                raise AssertionError("it must not start")
+
+    run(work())
+
+
+def test_a_log_that_somebody_removed_is_missed_by_nobody(farm: Farm) -> None:
+    async def work() -> None:
+        broken = farm.process("broken", "--refuse=no such device: tpu7")
+        with pytest.raises(ReplicaFailedError):
+            await broken.start()
+        (farm.folder / "logs" / "broken.log").unlink()
+        assert re.fullmatch(r"process \d+ ended with status 1 \(log: .*broken.log\)", await broken.stop())
+
+    run(work())
+
+
+def test_a_drain_waits_for_turns_without_a_slot_until_their_callers_give_up(farm: Farm) -> None:
+    async def work() -> None:
+        fleet = farm.fleet(farm.process("never_started"))
+        fleet._version = 1
+        calls = [asyncio.create_task(fleet.generate(request(number))) for number in range(2)]
+        while len(fleet._waiting) < 2:
+            await asyncio.sleep(0)
+        drained = asyncio.create_task(fleet.drain())
+        for call in calls:
+            for _ in range(20):
+                fleet._tell()  # as when a replica comes or goes, which gives them no slot
+                await asyncio.sleep(0)
+            assert not drained.done()
+            call.cancel()
+        await drained
+        assert all(call.cancelled() for call in calls)
 
     run(work())
 
