@@ -173,7 +173,7 @@ class FleetConfig:
 
     replicas: list[ReplicaConfig] = dataclasses.field(default_factory=list)
     start_timeout_s: float = 600.0
-    """For loading the model and compiling its steps."""
+    """For loading the model and compiling its steps; so long may an attached replica be away before the run goes on without it."""
     generate_timeout_s: float = 600.0
     """For one turn; a replica that takes longer is given up and started again."""
     sync_timeout_s: float = 600.0

@@ -79,7 +79,8 @@ def _origin(config: Config, replica: ReplicaConfig, folder: Path, shared: _Share
     fleet = config.fleet
     if replica.address is not None:
         shared = dataclasses.replace(shared, rollout=str(fleet.rollout_token), control=str(fleet.control_token))
-        return AttachedReplica(replica.name, replica.address, _connector(replica.name, fleet, shared))
+        connect = _connector(replica.name, fleet, shared)
+        return AttachedReplica(replica.name, replica.address, connect, return_timeout_s=fleet.start_timeout_s)
     ready = folder / PRIVATE / f"{replica.name}.json"
     command = [
         *(sys.executable, "-m", "scripts.serve", *entry.config_arguments()),

@@ -19,10 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from common.errors import ReplicaUnavailableError, RoseError
+from common.errors import EngineClosedError, ReplicaUnavailableError, RoseError
 from common.serving.remote import RemoteReplica
 
 POLL_S = 0.05
+ATTACH_PAUSE_S = 1.0
+"""Between two looks at an address where a replica was, which others may be starting again."""
 STOP_S = 10.0
 """For what is under way after a first SIGTERM, and again after a second; then the process is killed."""
 NUM_LAST_LINES = 30
@@ -61,21 +63,36 @@ class Origin(Protocol):
 
 
 class AttachedReplica:
-    """An Origin for a replica that others start and stop."""
+    """An Origin for a replica that others start and stop.
 
-    def __init__(self, replica_id: str, url: str, connect: Connect) -> None:
-        self._id, self._url, self._connect = replica_id, url, connect
+    Args:
+        return_timeout_s: how long one that was there may be away, say to load a model again; its first start waits for nobody.
+    """
+
+    def __init__(self, replica_id: str, url: str, connect: Connect, *, return_timeout_s: float = 0.0) -> None:
+        self._id, self._url, self._connect, self._return_timeout_s = replica_id, url, connect, return_timeout_s
         self._replica: RemoteReplica | None = None
+        self._deadline_s: float | None = None
 
     @property
     def replica_id(self) -> str:
         return self._id
 
     async def start(self) -> RemoteReplica:
+        while True:
+            is_last = self._deadline_s is None or time.monotonic() > self._deadline_s
+            try:
+                return await self._attach()
+            except ReplicaFailedError:
+                if is_last:
+                    raise
+            await asyncio.sleep(ATTACH_PAUSE_S)
+
+    async def _attach(self) -> RemoteReplica:
         replica = self._connect(self._url)
         try:
             await replica.__aenter__()
-        except ReplicaUnavailableError as error:
+        except (ReplicaUnavailableError, EngineClosedError) as error:
             raise ReplicaFailedError(str(error)) from None
         if replica.load().draining:
             await replica.__aexit__()
@@ -94,6 +111,7 @@ class AttachedReplica:
             except RoseError:
                 replica.cut()
             await replica.__aexit__()
+            self._deadline_s = time.monotonic() + self._return_timeout_s
         return f"its log is where {self._url} runs"
 
 

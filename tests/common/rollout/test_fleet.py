@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -374,6 +375,28 @@ def test_replicas_are_attached_to_by_address_and_left_running(farm: Farm, tmp_pa
             await process.stop()
 
     run(work())
+
+
+def test_an_attached_replica_may_be_away_for_a_while_once_it_was_there(tmp_path: Path) -> None:
+    with fake_server(tmp_path) as server:
+
+        def attached(urls: list[str], **options: float) -> AttachedReplica:
+            addresses = [dataclasses.replace(server.address, url=url) for url in urls]
+            return AttachedReplica("away", server.url, lambda _: RemoteReplica("away", addresses.pop(0)), **options)
+
+        async def start_and_stop(origin: AttachedReplica, num_times: int) -> None:
+            for _ in range(num_times):
+                assert not (await origin.start()).load().draining
+                await origin.stop()
+
+        async def work() -> None:
+            nobody = "http://127.0.0.1:9"
+            for origin in (attached([nobody], return_timeout_s=TIMEOUT_S), attached([server.url, nobody])):
+                with pytest.raises(ReplicaFailedError, match=f"replica away at {nobody} cannot be reached"):
+                    await start_and_stop(origin, 2)
+            await start_and_stop(attached([server.url, nobody, nobody, server.url], return_timeout_s=TIMEOUT_S), 2)
+
+        run(work())
 
 
 @pytest.mark.slow
