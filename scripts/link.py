@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 SENDER_ADDRESS, RECEIVER_ADDRESS = "10.77.0.1", "10.77.0.2"
 MTU_BYTES = 9000
@@ -45,7 +46,8 @@ class Link:
 
     def __init__(self, rate_gbit_s: float, rtt_ms: float) -> None:
         command = [sys.executable, "-m", "scripts.link", str(rate_gbit_s), str(rtt_ms)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
