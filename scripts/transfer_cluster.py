@@ -42,6 +42,8 @@ UNCHANGED = (0.99, 0.5)
 REPEATS = 3
 """Syncs of a kind; the one of median seconds is shown."""
 NUM_CORES = len(os.sched_getaffinity(0))
+CROWD = 4 * NUM_CORES
+"""Replicas that load all cores, for calibration."""
 CACHE_BYTES = 2_000_000_000
 Row = dict[str, object]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -56,8 +58,8 @@ def measure(*, quick: bool) -> list[Row]:
     if not link.available():
         return []
     shapes = shapes_150_mb()
-    calibration = calibrate(shapes)
-    cores = _cores(calibration[min(UNCHANGED)])
+    alone, crowd = calibrate(shapes, 1), calibrate(shapes, CROWD)
+    cores = _cores(crowd[min(UNCHANGED)])
     one_receiver: dict[float, float] = {}
     rows: list[Row] = []
     for num_replicas in (1, 4) if quick else (1, 4, 16):
@@ -65,7 +67,7 @@ def measure(*, quick: bool) -> list[Row]:
             for row in _rows(shapes, num_replicas, how):
                 unchanged, link_bytes = float(str(row["unchanged"])), float(str(row["bytes_on_link"]))
                 row["bytes_over_one_receiver"] = link_bytes / one_receiver.setdefault(unchanged, link_bytes)
-                predicted = _predict(row, calibration[unchanged], cores)
+                predicted = _predict(row, alone[unchanged], alone[unchanged] if num_replicas == 1 else crowd[unchanged], cores)
                 row |= {"predicted_s": predicted.seconds, "predicted_bytes": predicted.slow_link_bytes, "limit": predicted.limit}
                 rows.append(row)
                 print("  sync", row, flush=True)
@@ -86,9 +88,9 @@ def _rows(shapes: Shapes, num_replicas: int, how: str) -> list[Row]:
         cluster.close()
 
 
-def calibrate(shapes: Shapes) -> dict[float, Row]:
-    """Replicas on plain loopback, enough to load all cores: what these take for an update of each density. The better of two."""
-    cluster = Cluster(shapes, 2 * NUM_CORES, DIRECT, link_gbit_s=None, rtt_ms=0.0)
+def calibrate(shapes: Shapes, num_replicas: int) -> dict[float, Row]:
+    """Replicas on plain loopback: what they and the learner take for an update of each density. The better of two."""
+    cluster = Cluster(shapes, num_replicas, DIRECT, link_gbit_s=None, rtt_ms=0.0)
     try:
         runs = [cluster.sync(unchanged) for unchanged in UNCHANGED * 2]
     finally:
@@ -107,16 +109,22 @@ def _cores(calibration: Row) -> float:
     return min(float(NUM_CORES), max(1.0, cpu_s["receivers"] / busy_s))
 
 
-def _predict(row: Row, calibration: Row, cores: float) -> Prediction:
-    """What the cost model says of a row, given the machine's rates and nothing of the row's own figures."""
+def _predict(row: Row, alone: Row, calibration: Row, cores: float) -> Prediction:
+    """What the cost model says of a row, given the machine's rates and nothing of the row's own figures.
+
+    Args:
+        alone: calibration with one replica, for the learner: it encodes while replicas still wait.
+        calibration: for replicas, alone or in a crowd, where each takes more of a core for the same update.
+    """
     num_parameters = sum(math.prod(shape) for shape in shapes_150_mb().values())
     update = Update(num_parameters=num_parameters, density=1 - float(str(row["unchanged"])))
-    cpu_s, dense_gb = calibration["cpu_split"], update.dense_bytes / 1e9
-    assert isinstance(cpu_s, dict)
+    encoding, decoding, dense_gb = alone["cpu_split"], calibration["cpu_split"], update.dense_bytes / 1e9
+    assert isinstance(encoding, dict)
+    assert isinstance(decoding, dict)
     num_calibrated = int(str(calibration["receivers"]))
-    rates = Rates(encode_s=cpu_s["learner"] / dense_gb, decode_s=cpu_s["receivers"] / num_calibrated / dense_gb)
+    rates = Rates(encode_s=encoding["learner"] / dense_gb, decode_s=decoding["receivers"] / num_calibrated / dense_gb)
     cluster = ModelledCluster(
-        encode_cores=max(1.0, cpu_s["learner"] / float(str(calibration["encode_s"]))),
+        encode_cores=max(1.0, encoding["learner"] / float(str(alone["encode_s"]))),
         num_replicas=int(str(row["receivers"])),
         slow_gbit_s=LINK_GBIT_S,
         slow_rtt_s=RTT_MS / 1000,
