@@ -33,12 +33,15 @@ HEADER_SHARE = 0.011
 """Of the bytes on a link: TCP, IP and HTTP around them, in packets of 9000 bytes."""
 BUCKETS_UNDER_WAY = 2
 """Encoded, and fetched, at a time: the next stage has nothing to do before these are there."""
-ROUND_TRIPS = 4
-"""Catalogue's news, lease, first byte of a bucket, manifest: each waits for the one before."""
+EARLY_ROUND_TRIPS, LATE_ROUND_TRIPS = 2, 2
+"""Catalogue's news and lease, while the first buckets are still being encoded; first byte of a bucket, manifest. Each waits for the
+one before."""
 FIRST_WINDOW_BYTES = 90_000
 """What TCP sends before the first acknowledgement (ten packets of 9000 bytes); it doubles with every round trip."""
 CUT_THROUGH_BYTES = 256 << 10
 """What a relay or a peer holds before it passes it on."""
+HOP_S = 0.015
+"""From one replica to the next, beside the bytes: the relay's word, the request, a waking thread; measured on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,8 +189,8 @@ def predict(update: Update, cluster: Cluster, rates: Rates | None = None) -> Pre
         passed_on_gb = per_replica * cluster.num_replicas / 1e9 if cluster.relay else 0.0
         cpu_s = cluster.num_replicas * dense_gb * rates.decode_s + passed_on_gb * rates.pass_on_s
         stages["decode"] = max(stages["decode"], cpu_s / cluster.shared_cores)
-    latency_s = _latency_s(cluster, slow, on_host_s(CUT_THROUGH_BYTES))
     share_under_way = min(1.0, BUCKETS_UNDER_WAY * BUCKET_BYTES / max(update.dense_bytes, 1))
+    latency_s = _latency_s(cluster, slow, stages["encode"] * share_under_way, on_host_s(CUT_THROUGH_BYTES) + HOP_S)
     slowest = max(stages.values())
     seconds = slowest + (sum(stages.values()) - slowest) * share_under_way + latency_s
     return Prediction(
@@ -201,14 +204,18 @@ def predict(update: Update, cluster: Cluster, rates: Rates | None = None) -> Pre
     )
 
 
-def _latency_s(cluster: Cluster, slow_bytes: float, hop_s: float) -> float:
+def _latency_s(cluster: Cluster, slow_bytes: float, first_encoded_s: float, hop_s: float) -> float:
     """Round trips over the slow link, those in which TCP finds its speed included, and hops down the tree."""
-    window = cluster.slow_gbit_s / 8e-9 * cluster.slow_rtt_s
-    ramp = max(0.0, math.log2(max(min(window, slow_bytes), 1.0) / FIRST_WINDOW_BYTES))
+    rate = cluster.slow_gbit_s / 8e-9
+    window = rate * cluster.slow_rtt_s
+    first_window = FIRST_WINDOW_BYTES * (1 if cluster.relay else cluster.num_replicas)
+    ramp = max(0.0, math.log2(max(min(window, slow_bytes), 1.0) / first_window))
+    sent_s = first_window * (2**ramp - 1) / rate  # in those round trips; the link's own time has it already
+    early_s = max(0.0, cluster.slow_rtt_s * EARLY_ROUND_TRIPS - first_encoded_s)
     depth = 0
     if cluster.fan_out is not None:
         reached, width = 0, 1
         while reached < cluster.num_replicas:
             width *= cluster.fan_out
             reached, depth = reached + width, depth + 1
-    return cluster.slow_rtt_s * (ROUND_TRIPS + ramp) + hop_s * depth
+    return early_s + cluster.slow_rtt_s * (LATE_ROUND_TRIPS + ramp) - sent_s + hop_s * depth
