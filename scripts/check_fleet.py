@@ -2,8 +2,9 @@
 
 For each replica process of the configuration there is one run: SIGKILL to its front (and its engine goes with it) or to its engine,
 in the middle of a rollout drawn from --seed. Rows: replica, part, after_version, versions, trajectories, missing, twice, lost,
-caught_up, share (of tokens) before and after, sampled, least (what success must reach), ok. `least` is the lowest of the seeds in
---spread, a file that bench_learning wrote, less its standard error. The exit status is 1 if anything is not as it should be.
+caught_up (0 if it came back just as a version was staged on all), share (of tokens) before, after and in the last version, sampled,
+least (what success must reach), ok. `least` is the lowest of the seeds in --spread, a file that bench_learning wrote, less its
+standard error. The exit status is 1 if anything is not as it should be.
 
     python -m scripts.check_fleet --config=configs/mixed_cpu.py --spread=learning.json --out=fleet.json
 """
@@ -41,7 +42,7 @@ _WORKDIR = flags.DEFINE_string(
 
 PIDS = {"front": "pid", "engine": "engine_pid"}
 COLUMNS = ("replica", "part", "after_version", "versions", "trajectories", "missing", "twice", "lost", "caught_up", "share_before",
-           "share_after", "sampled", "least", "ok")  # fmt: skip
+           "share_after", "share_last", "sampled", "least", "ok")  # fmt: skip
 POLL_S = 0.005
 
 
@@ -93,6 +94,7 @@ def judge(config: Config, workdir: Path, kill: Kill, least: float | None) -> dic
         token_shares(row for row in rows if (int(row["step"]) <= kill.after_version) is before).get(f"share_{kill.replica}", 0.0)
         for before in (True, False)
     ]
+    share_last = token_shares(rows[-1:]).get(f"share_{kill.replica}", 0.0)
     evaluations = [row for row in read_metrics(workdir / "metrics.jsonl") if row["phase"] == "eval"]
     sampled = float(max(evaluations, key=lambda row: int(row["step"]))["sampled"])
     result: dict[str, Scalar | None] = {
@@ -107,6 +109,7 @@ def judge(config: Config, workdir: Path, kill: Kill, least: float | None) -> dic
         "caught_up": news.count(caught_up),
         "share_before": shares[0],
         "share_after": shares[1],
+        "share_last": share_last,
         "sampled": sampled,
         "least": least,
     }
@@ -114,8 +117,7 @@ def judge(config: Config, workdir: Path, kill: Kill, least: float | None) -> dic
         [int(row["step"]) for row in rows] == list(range(1, config.num_versions + 1))
         and result["missing"] == result["twice"] == 0
         and result["lost"] == 1
-        and news.count(caught_up) > 0  # twice if it came up between the staging and the commit of a version
-        and shares[1] > 0
+        and share_last > 0  # it was back, and used, at the end
         and (least is None or sampled >= least)
     )
     return result

@@ -23,7 +23,7 @@ def config() -> Config:
     return config
 
 
-def workdir(folder: Path, *, trained: tuple[str, ...], news: str = NEWS, tokens_after: int = 30) -> Path:
+def workdir(folder: Path, *, trained: tuple[str, ...], news: str = NEWS, tokens_last: int = 30) -> Path:
     (folder / LOGS).mkdir()
     (folder / LOGS / "fleet.log").write_text(news)
     rows: list[dict[str, object]] = [
@@ -31,7 +31,7 @@ def workdir(folder: Path, *, trained: tuple[str, ...], news: str = NEWS, tokens_
             "phase": "train",
             "step": version,
             "trajectories": trajectories,
-            "tokens_left": 10 if version <= 2 else tokens_after,
+            "tokens_left": 10 if version <= 2 else 30 if version == 3 else tokens_last,
             "tokens_right": 30,
         }
         for version, trajectories in enumerate(trained, start=1)
@@ -48,7 +48,7 @@ def test_a_run_in_which_everything_was_trained_once_is_good(tmp_path: Path) -> N
     row = judge(config(), workdir(tmp_path, trained=WHOLE), KILL, least=0.75)
     assert row["ok"] is True
     assert (row["versions"], row["trajectories"], row["missing"], row["twice"]) == (4, 32, 0, 0)
-    assert (row["share_before"], row["share_after"]) == (0.25, 0.5)
+    assert (row["share_before"], row["share_after"], row["share_last"]) == (0.25, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_a_run_in_which_everything_was_trained_once_is_good(tmp_path: Path) -> N
         ({"trained": ("0-7", "8-14", "16-23", "24-31")}, "missing", 1),
         ({"trained": WHOLE[:3]}, "versions", 3),
         ({"trained": WHOLE, "news": ""}, "lost", 0),
-        ({"trained": WHOLE, "news": NEWS.splitlines()[0]}, "caught_up", 0),
-        ({"trained": WHOLE, "tokens_after": 0}, "share_after", 0.0),
+        ({"trained": WHOLE, "news": 2 * NEWS}, "lost", 2),
+        ({"trained": WHOLE, "tokens_last": 0}, "share_last", 0.0),
     ],
 )
 def test_each_fault_is_seen(tmp_path: Path, fault: dict, column: str, value: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -144,7 +145,15 @@ def run_command(body: str, *, signal_after_ready: int | None = None) -> tuple[in
     code = (
         f"import asyncio, sys, time\nfrom scripts import entry\ndef main():\n{main}\nentry.run(main, after_interrupt='Go on so.')"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # children of a shell's background job ignore it
+    )
     if signal_after_ready is not None:
         assert process.stdout is not None
         process.stdout.readline()
