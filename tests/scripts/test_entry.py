@@ -150,9 +150,7 @@ def run_command(body: str, *, signal_after_ready: int | None = None) -> tuple[in
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # children of a shell's background job ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # children of a shell's background job ignore it
     )
     if signal_after_ready is not None:
         assert process.stdout is not None
