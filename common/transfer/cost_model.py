@@ -40,8 +40,6 @@ FIRST_WINDOW_BYTES = 90_000
 """What TCP sends before the first acknowledgement (ten packets of 9000 bytes); it doubles with every round trip."""
 CUT_THROUGH_BYTES = 256 << 10
 """What a relay or a peer holds before it passes it on."""
-HOP_S = 0.015
-"""From one replica to the next, beside the bytes: the relay's word, the request, a waking thread; measured on a busy machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +188,7 @@ def predict(update: Update, cluster: Cluster, rates: Rates | None = None) -> Pre
         cpu_s = cluster.num_replicas * dense_gb * rates.decode_s + passed_on_gb * rates.pass_on_s
         stages["decode"] = max(stages["decode"], cpu_s / cluster.shared_cores)
     share_under_way = min(1.0, BUCKETS_UNDER_WAY * BUCKET_BYTES / max(update.dense_bytes, 1))
-    latency_s = _latency_s(cluster, slow, stages["encode"] * share_under_way, on_host_s(CUT_THROUGH_BYTES) + HOP_S)
+    latency_s = _latency_s(cluster, slow, stages["encode"] * share_under_way, on_host_s(CUT_THROUGH_BYTES))
     slowest = max(stages.values())
     seconds = slowest + (sum(stages.values()) - slowest) * share_under_way + latency_s
     return Prediction(
