@@ -72,16 +72,17 @@ _TRACES_OUT = flags.DEFINE_string("decisions", None, "Folder for decision traces
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How a trace is replayed: see Trace.scaled; `window_s` from its beginning on, after scaling."""
+    """How a trace is replayed: see Trace.scaled; `window_s` from its beginning on, after scaling, or from `quick_start_s` on."""
 
     time: float
     prompts: float
     outputs: float
     window_s: float
+    quick_start_s: float = 0.0
 
 
 SCALES = {
-    "azure2023_code_burst10min_pub": Scale(time=1.0, prompts=0.05, outputs=0.3, window_s=100.0),
+    "azure2023_code_burst10min_pub": Scale(time=1.0, prompts=0.05, outputs=0.3, window_s=100.0, quick_start_s=60.0),
     "azure2023_conv_pub": Scale(time=1.15, prompts=0.05, outputs=0.1, window_s=87.0),
 }
 """With these serving alone is busy 40-55 % on one 2.6 GHz EPYC core, and a default run ends in 25 minutes. Prompts shrink more than
@@ -89,6 +90,9 @@ outputs: on this core a decode step costs as much as 40 prompt tokens, on an acc
 BUSY = (0.40, 0.55)
 """Between an idle device, on which everything works, and one that has nothing to lend."""
 QUICK_WINDOW_S = 25.0
+"""From where the load is about that of the whole window."""
+WARM_UP_S = 15.0
+"""Of the trace, replayed before anything is measured: memory is touched and buffers are made for the first time."""
 NUM_REQUESTS = 1000
 """Pooled over repeats, for variants that are compared closely."""
 STREAM_COUNTS = (16, 32, 64)
@@ -134,7 +138,8 @@ def trace_of_flags() -> Trace:
     trace = trace.scaled(
         time=_TIME.value or scale.time, prompts=_PROMPTS.value or scale.prompts, outputs=_OUTPUTS.value or scale.outputs
     )
-    start_s, end_s = 0.0, QUICK_WINDOW_S if _QUICK.value else scale.window_s
+    start_s = scale.quick_start_s if _QUICK.value else 0.0
+    end_s = start_s + QUICK_WINDOW_S if _QUICK.value else scale.window_s
     if _WINDOW.value is not None:
         try:
             start_s, end_s = map(float, _WINDOW.value)
@@ -205,6 +210,20 @@ class Bench:
         rows = [row for row in self.rows if row["variant"] == "rollout_alone"]
         best = max(rows, key=lambda row: row["rollout_tokens_per_s"])
         return best["streams"], best["rollout_tokens_per_s"]
+
+    async def warm_up(self, lengths: list[list[Any]]) -> None:
+        """Every process once under the load that it will have; nothing is kept of it."""
+        trace = self.trace.window(0.0, min(WARM_UP_S, self.trace.span_s))
+        message: Row = {"lengths": lengths, "streams": self.best_alone()[0], "seed": 0, "bounds": []}
+        options = ReplayOptions(vocab_size=self.vocab_size, grace_s=GRACE_S)
+        for served in filter(None, (self.served, self.stock)):
+            await served.device.ask("begin", variant="naive", **message)
+            await replay(trace, Target(url=served.url, model=MODEL_NAME), options)
+            await served.device.ask("end", start_s=0.0, end_s=1.0, bin_s=BIN_S)
+        if self.idle is not None:
+            await self.idle.ask("begin", variant="rollout_alone", **message)
+            await asyncio.sleep(ALONE_S[_QUICK.value])
+            await self.idle.ask("end", start_s=0.0, end_s=1.0, bin_s=BIN_S)
 
     async def run(self, variant: str, repeat: int, lengths: list[list[Any]], bar: ProgressBar) -> None:
         assert self.measured is not None
@@ -301,6 +320,7 @@ async def bench(trace: Trace, variants: list[str], lengths: list[list[Any]], rep
         run = Bench(served, idle, stock, trace, report, out)
         report["calibration"] = await served.device.ask("calibrate", timeout_s=300.0)
         await run.find_streams(lengths)
+        await run.warm_up(lengths)
         await run.measure_unloaded()
         with progress_bar("requests", len(todo) * len(trace.requests), "request") as bar:
             for variant, repeat in todo:

@@ -28,6 +28,7 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "JAX_PLATFORMS": "cpu",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
     "TORCHDYNAMO_DISABLE": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -38,7 +39,10 @@ ONE_THREAD = {
 
 
 class Process:
-    """One of the benchmark's processes, with a control channel if it has one. Use as `async with`."""
+    """One of the benchmark's processes, with a control channel if it has one. Use as `async with`.
+
+    Programs that JAX compiled are shared by all of a run, or of many runs where JAX_COMPILATION_CACHE_DIR is set.
+    """
 
     def __init__(self, module: str, arguments: Sequence[str], log: Path, *, fds: dict[str, socket.socket] | None = None) -> None:
         self._module, self._arguments, self._log, self._fds = module, list(arguments), log, dict(fds or {})
@@ -47,6 +51,7 @@ class Process:
 
     async def __aenter__(self) -> Process:
         passed = {name: end.fileno() for name, end in self._fds.items()}
+        compiled = {"JAX_COMPILATION_CACHE_DIR": str(self._log.parent / "compiled")}
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -56,7 +61,7 @@ class Process:
                 *self._arguments,
                 *(f"--{name}={number}" for name, number in passed.items()),
                 pass_fds=list(passed.values()),
-                env=os.environ | ONE_THREAD | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
+                env=compiled | os.environ | ONE_THREAD | {"PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
