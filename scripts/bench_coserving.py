@@ -214,7 +214,7 @@ class Bench:
     async def warm_up(self, lengths: list[list[Any]]) -> None:
         """Every process once under the load that it will have; nothing is kept of it."""
         trace = self.trace.window(0.0, min(WARM_UP_S, self.trace.span_s))
-        message: Row = {"lengths": lengths, "streams": self.best_alone()[0], "seed": 0, "bounds": []}
+        message: Row = {"lengths": lengths, "streams": max(STREAM_COUNTS), "seed": 0, "bounds": []}
         options = ReplayOptions(vocab_size=self.vocab_size, grace_s=GRACE_S)
         for served in filter(None, (self.served, self.stock)):
             await served.device.ask("begin", variant="naive", **message)
@@ -319,8 +319,8 @@ async def bench(trace: Trace, variants: list[str], lengths: list[list[Any]], rep
             stock = await stack.enter_async_context(CoServed(_BACKEND.value, folder, vocab_size=vocab_size, side="stock"))
         run = Bench(served, idle, stock, trace, report, out)
         report["calibration"] = await served.device.ask("calibrate", timeout_s=300.0)
-        await run.find_streams(lengths)
         await run.warm_up(lengths)
+        await run.find_streams(lengths)
         await run.measure_unloaded()
         with progress_bar("requests", len(todo) * len(trace.requests), "request") as bar:
             for variant, repeat in todo:

@@ -3,7 +3,7 @@
 A rollout step is admitted only if its predicted end leaves every live online request on schedule. The rules, each of which keeps a
 measured failure away (docs/coserving.md has the derivation):
   1. While a live request waits for its first token, serving runs: TTFT slack is never spent.
-  2. No rollout step is predicted to take longer than a share of the shortest TTFT objective, also when serving is idle: whatever
+  2. No rollout step is expected to take longer than a share of the shortest TTFT objective, also when serving is idle: whatever
      arrives meanwhile waits for it.
   3. A decoding request may be kept waiting until its next token is due: tokens are scheduled at `tpot_share` of the objective, and
      early enough that the mean still meets it if every later step were the longest serving step there is.
@@ -124,6 +124,8 @@ class AdmissionController:
         self._least_tokens = self._probe_tokens = 1
         self._probing = False
         self._last_rollout: StepFeatures | None = None
+        self._unfit_s = 0.0
+        """What the smallest step takes that could be planned since the last rollout step: less slack is not worth planning for."""
         self._slices_s: list[float] = []
         self._activate_s: float | None = None
         self._starved_since_s: float | None = None
@@ -210,10 +212,11 @@ class AdmissionController:
             serving_bound_s=serving_s,
         )
         assert record.budget_s is not None
-        rollout = self.predictors[Side.ROLLOUT]
-        fixed_s = rollout.margin * rollout.fixed_s
+        fixed_s = self._fixed_s(idle=False)
         if record.budget_s <= 0 or (not event.commit_waits and fixed_s > self.settings.max_fixed_share * record.budget_s):
             return Serve(record=dataclasses.replace(record, reason=Reason.NO_SLACK))
+        if not event.commit_waits and record.budget_s < self._unfit_s:
+            return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT, rollout_bound_s=self._unfit_s))
         return self._admit(event, record)
 
     def _tightest(self, serving_s: float) -> tuple[str | None, float]:
@@ -248,21 +251,31 @@ class AdmissionController:
                 return Do(record=dataclasses.replace(record, rollout_bound_s=slice_s if self._slices_s else None), work=Work.SLICE)
             return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT))
         self._budget, self._num_replans = record, 0
-        self._max_tokens = self._tokens_within(budget_s)
+        self._max_tokens = self._tokens_within(budget_s, idle=idle)
         return Roll(record=record, max_tokens=self._max_tokens)
 
-    def _tokens_within(self, budget_s: float) -> int:
+    def _tokens_within(self, budget_s: float, *, idle: bool) -> int:
         """About how many tokens a rollout step may hold, judging by the newest one; what is planned is checked afterwards."""
         most, last, predictor = self.settings.max_step_tokens, self._last_rollout, self.predictors[Side.ROLLOUT]
         if not predictor.ready:
             return min(most, self._least_tokens)
         if last is None:
             return most
-        variable_s = predictor.bound_s(last) - predictor.margin * predictor.fixed_s
-        room_s = budget_s - predictor.margin * predictor.fixed_s
+        fixed_s = self._fixed_s(idle=idle)
+        variable_s = self._time_s(last, idle=idle) - fixed_s
+        room_s = budget_s - fixed_s
         if variable_s <= 0 or room_s <= 0:
             return most
         return max(self._least_tokens, min(most, math.ceil(last.num_tokens * room_s / variable_s)))
+
+    def _time_s(self, features: StepFeatures, *, idle: bool) -> float:
+        """What a rollout step is admitted for: its bound where a live request would pay, its expectation where one might come."""
+        predictor = self.predictors[Side.ROLLOUT]
+        return predictor.expected_s(features) if idle else predictor.bound_s(features)
+
+    def _fixed_s(self, *, idle: bool) -> float:
+        predictor = self.predictors[Side.ROLLOUT]
+        return predictor.fixed_s if idle else predictor.margin * predictor.fixed_s
 
     def _on_planned(self, event: Planned, now_s: float) -> Decision:
         record, features = self._budget, event.features
@@ -278,23 +291,26 @@ class AdmissionController:
             return Go(record=dataclasses.replace(record, reason=Reason.NOT_CALIBRATED))
         if self._last_side is Side.SERVING:
             features = dataclasses.replace(features, switched=True)
-        bound_s = predictor.bound_s(features)
-        if bound_s <= record.budget_s:
-            return Go(record=dataclasses.replace(record, rollout_bound_s=bound_s))
+        time_s = self._time_s(features, idle=idle)
+        planned = dataclasses.replace(record, rollout_bound_s=predictor.bound_s(features))
+        if time_s <= record.budget_s:
+            return Go(record=planned)
         can_shrink = min(features.num_tokens, self._max_tokens) > self._least_tokens
         if self._num_replans < MAX_REPLANS and can_shrink:
             self._num_replans += 1
-            fixed_s = predictor.margin * predictor.fixed_s
-            share = (record.budget_s - fixed_s) / max(1e-9, bound_s - fixed_s)
+            fixed_s = self._fixed_s(idle=idle)
+            share = (record.budget_s - fixed_s) / max(1e-9, time_s - fixed_s)
             self._max_tokens = max(self._least_tokens, int(0.95 * features.num_tokens * max(0.0, min(1.0, share))))
-            return Roll(record=dataclasses.replace(record, rollout_bound_s=bound_s), max_tokens=self._max_tokens)
+            return Roll(record=planned, max_tokens=self._max_tokens)
         if idle and self._probes(now_s):
             if features.num_tokens > self._probe_tokens and self._max_tokens > self._probe_tokens:
                 self._max_tokens = self._probe_tokens
                 return Roll(record=record, max_tokens=self._max_tokens)
             self._probing = True
-            return Go(record=dataclasses.replace(record, reason=Reason.PROBE, rollout_bound_s=bound_s))
-        return self._give_up(dataclasses.replace(record, rollout_bound_s=bound_s), Reason.DOES_NOT_FIT, now_s)
+            return Go(record=dataclasses.replace(planned, reason=Reason.PROBE))
+        if not idle:
+            self._unfit_s = time_s
+        return self._give_up(planned, Reason.DOES_NOT_FIT, now_s)
 
     def _on_empty_plan(self, record: Record, now_s: float) -> Decision:
         """No step of so few tokens holds anything: remember that, and try larger ones."""
@@ -365,7 +381,7 @@ class AdmissionController:
             limit_s = predictor.bound_s(features) if predictor.ready else math.inf
             surprised = event.duration_s > limit_s * (1 + self.settings.surprise_tolerance)
             self.caution.on_step(surprised=surprised, now_s=now_s)
-            self._last_rollout = event.features
+            self._last_rollout, self._unfit_s = event.features, 0.0
             fits = self._probing and event.duration_s <= self.step_bound_s
             self._probe_tokens = 2 * self._probe_tokens if fits else self._least_tokens
             self._probing = False

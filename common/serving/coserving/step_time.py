@@ -5,8 +5,8 @@ decoded tokens, the context those look at, further rounds of a step in which seq
 engine had the device before. Errors are weighed relative to the duration, so that short steps count as much as long ones. Engines
 that pad their steps run a few shapes over and over: one that has come often enough is expected to take what it took of late, since
 no line goes through programs that were each compiled for one shape. A quantile of recent actual / predicted turns the expectation
-into a bound. Pure: no clock, no engine; it refuses to guess before it has seen MIN_STEPS. Invariant: a bound is never below the
-expectation, and neither is ever negative.
+into a bound; each kind of guess has its own, or the line's errors would widen what shapes know well. Pure: no clock, no engine; it
+refuses to guess before it has seen MIN_STEPS. Invariant: a bound is never below the expectation, and neither is ever negative.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ forgotten: without new kinds of steps the weights would drift."""
 MAX_MARGIN = 3.0
 """A few steps that another process held up for long must not make every later one look as long: that is for caution to answer."""
 SMALLEST_S = 1e-5
-SHAPE_SIGHTINGS = 4
+SHAPE_SIGHTINGS = 2
 """Of one shape, before its own mean says more than the line through all."""
 SHAPE_WEIGHT = 0.2
 """Of the newest step in a shape's mean: it follows the machine within some steps and is not led by a single one."""
@@ -42,7 +42,7 @@ MAX_SHAPES = 1024
 SCALES = np.array([1.0, 1e2, 1e1, 1e4, 1e1, 1.0])
 """Typical size of each feature, so that all weights are seconds of comparable size."""
 
-Shape = tuple[int, int, int, int, bool]
+Shape = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ class StepFeatures:
 
     @property
     def shape(self) -> Shape:
-        """What the device computes, whoever's it is."""
-        return self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds, self.switched
+        """What the device computes, whoever's it is and whoever had it before."""
+        return self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds
 
     def vector(self) -> Float64[np.ndarray, "6"]:
         values = (1.0, self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds - 1, self.switched)
@@ -96,6 +96,25 @@ class _Seen:
         self.mean_s += (duration_s - self.mean_s) * max(SHAPE_WEIGHT, 1 / self.sightings)
 
 
+class _Margin:
+    """What guesses of one kind are multiplied with: a quantile of their recent actual / predicted."""
+
+    def __init__(self, quantile: float) -> None:
+        self._quantile = quantile
+        self.recent: collections.deque[float] = collections.deque()
+        self._sorted: list[float] = []
+        self.value = 1.0
+
+    def note(self, ratio: float) -> None:
+        self.recent.append(ratio)
+        bisect.insort(self._sorted, ratio)
+        if len(self.recent) > WINDOW_STEPS:
+            oldest = self.recent.popleft()
+            del self._sorted[bisect.bisect_left(self._sorted, oldest)]
+        place = min(len(self._sorted) - 1, int(self._quantile * len(self._sorted)))
+        self.value = min(MAX_MARGIN, max(1.0, self._sorted[place]))
+
+
 class StepTimePredictor:
     """See the module.
 
@@ -106,12 +125,11 @@ class StepTimePredictor:
     def __init__(self, *, quantile: float = 0.99) -> None:
         if not 0.5 <= quantile < 1:
             raise ValueError(f"quantile={quantile} must lie in [0.5, 1)")
-        self._quantile = quantile
         self._weights = np.zeros(len(SCALES))
         self._covariance = np.eye(len(SCALES)) * PRIOR
-        self._recent: collections.deque[float] = collections.deque()
-        self._ratios: list[float] = []  # the same, sorted
-        self._margin = 1.0
+        self._of_line, self._of_shapes = _Margin(quantile), _Margin(quantile)
+        self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW_STEPS)
+        self._last_margin = self._of_line
         self._shapes: collections.OrderedDict[Shape, _Seen] = collections.OrderedDict()
         self.num_steps = 0
 
@@ -121,13 +139,17 @@ class StepTimePredictor:
 
     @property
     def margin(self) -> float:
-        """What an expectation is multiplied with to bound the step."""
-        return self._margin
+        """What the expectation of a step like the last one is multiplied with to bound it."""
+        return self._last_margin.value
 
     @property
     def fixed_s(self) -> float:
         """What a step costs before it holds any token, a switch included."""
-        return max(SMALLEST_S, float(self._weights[0] + max(0.0, self._weights[5])))
+        return max(SMALLEST_S, float(self._weights[0]) + self._switch_s)
+
+    @property
+    def _switch_s(self) -> float:
+        return max(0.0, float(self._weights[5]))
 
     def error(self, quantile: float = 0.9) -> float:
         """This quantile of |actual / predicted - 1| over recent steps: the stated error."""
@@ -136,23 +158,30 @@ class StepTimePredictor:
         return float(np.quantile(np.abs(np.array(self._recent) - 1.0), quantile))
 
     def expected_s(self, features: StepFeatures) -> float:
-        if features.num_tokens == 0:
-            return 0.0
-        seen = self._shapes.get(features.shape)
-        if seen is not None and seen.sightings >= SHAPE_SIGHTINGS:
-            return max(SMALLEST_S, seen.mean_s)
-        return max(SMALLEST_S, float(self._weights @ features.vector()))
+        return self._guess(features)[0]
 
     def bound_s(self, features: StepFeatures) -> float:
         """What the step will not take longer than, most likely."""
-        return self.expected_s(features) * self._margin
+        expected_s, margin = self._guess(features)
+        known = len(margin.recent) >= MIN_STEPS
+        return expected_s * (margin.value if known else max(self._of_line.value, self._of_shapes.value))
+
+    def _guess(self, features: StepFeatures) -> tuple[float, _Margin]:
+        if features.num_tokens == 0:
+            return 0.0, self._of_line
+        seen = self._shapes.get(features.shape)
+        if seen is not None and seen.sightings >= SHAPE_SIGHTINGS:
+            return max(SMALLEST_S, seen.mean_s + features.switched * self._switch_s), self._of_shapes
+        return max(SMALLEST_S, float(self._weights @ features.vector())), self._of_line
 
     def observe(self, features: StepFeatures, duration_s: float) -> None:
         """Learn from a step; one without tokens teaches nothing."""
         if features.num_tokens == 0 or duration_s <= 0:
             return
         if self.ready:
-            self._note(duration_s / self.expected_s(features))
+            expected_s, self._last_margin = self._guess(features)
+            self._last_margin.note(duration_s / expected_s)
+            self._recent.append(duration_s / expected_s)
         scaled = features.vector() / duration_s
         gain = self._covariance @ scaled
         gain /= FORGETTING + float(scaled @ gain)
@@ -160,7 +189,7 @@ class StepTimePredictor:
         self._covariance = self._covariance - np.outer(gain, scaled @ self._covariance)
         if float(np.trace(self._covariance)) < PRIOR * len(SCALES) * FORGETTING:
             self._covariance /= FORGETTING
-        self._remember(features.shape, duration_s)
+        self._remember(features.shape, max(SMALLEST_S, duration_s - features.switched * self._switch_s))
         self.num_steps += 1
 
     def _remember(self, shape: Shape, duration_s: float) -> None:
@@ -172,12 +201,3 @@ class StepTimePredictor:
         else:
             seen.see(duration_s)
             self._shapes.move_to_end(shape)
-
-    def _note(self, ratio: float) -> None:
-        self._recent.append(ratio)
-        bisect.insort(self._ratios, ratio)
-        if len(self._recent) > WINDOW_STEPS:
-            oldest = self._recent.popleft()
-            del self._ratios[bisect.bisect_left(self._ratios, oldest)]
-        place = min(len(self._ratios) - 1, int(self._quantile * len(self._ratios)))
-        self._margin = min(MAX_MARGIN, max(1.0, self._ratios[place]))
