@@ -271,11 +271,11 @@ class AdmissionController:
     def _time_s(self, features: StepFeatures, *, idle: bool) -> float:
         """What a rollout step is admitted for: its bound where a live request would pay, its expectation where one might come."""
         predictor = self.predictors[Side.ROLLOUT]
-        return predictor.expected_s(features) if idle else predictor.bound_s(features)
+        return predictor.drift * predictor.expected_s(features) if idle else predictor.bound_s(features)
 
     def _fixed_s(self, *, idle: bool) -> float:
         predictor = self.predictors[Side.ROLLOUT]
-        return predictor.fixed_s if idle else predictor.margin * predictor.fixed_s
+        return predictor.drift * predictor.fixed_s if idle else predictor.margin * predictor.fixed_s
 
     def _on_planned(self, event: Planned, now_s: float) -> Decision:
         record, features = self._budget, event.features

@@ -31,8 +31,10 @@ PRIOR = 1.0
 forgotten: without new kinds of steps the weights would drift."""
 MAX_MARGIN = 3.0
 """A few steps that another process held up for long must not make every later one look as long: that is for caution to answer."""
+NEWEST_STEPS = 8
+"""Whose median says that the machine has just slowed down, before the expectation does."""
 SMALLEST_S = 1e-5
-SHAPE_SIGHTINGS = 2
+SHAPE_SIGHTINGS = 4
 """Of one shape, before its own mean says more than the line through all."""
 SHAPE_WEIGHT = 0.2
 """Of the newest step in a shape's mean: it follows the machine within some steps and is not led by a single one."""
@@ -129,6 +131,7 @@ class StepTimePredictor:
         self._covariance = np.eye(len(SCALES)) * PRIOR
         self._of_line, self._of_shapes = _Margin(quantile), _Margin(quantile)
         self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW_STEPS)
+        self._newest: collections.deque[float] = collections.deque(maxlen=NEWEST_STEPS)
         self._last_margin = self._of_line
         self._shapes: collections.OrderedDict[Shape, _Seen] = collections.OrderedDict()
         self.num_steps = 0
@@ -160,6 +163,11 @@ class StepTimePredictor:
     def expected_s(self, features: StepFeatures) -> float:
         return self._guess(features)[0]
 
+    @property
+    def drift(self) -> float:
+        """What the newest steps took over what they were expected to, at least 1."""
+        return max(1.0, sorted(self._newest)[len(self._newest) // 2]) if self._newest else 1.0
+
     def bound_s(self, features: StepFeatures) -> float:
         """What the step will not take longer than, most likely."""
         expected_s, margin = self._guess(features)
@@ -182,6 +190,7 @@ class StepTimePredictor:
             expected_s, self._last_margin = self._guess(features)
             self._last_margin.note(duration_s / expected_s)
             self._recent.append(duration_s / expected_s)
+            self._newest.append(duration_s / expected_s)
         scaled = features.vector() / duration_s
         gain = self._covariance @ scaled
         gain /= FORGETTING + float(scaled @ gain)
