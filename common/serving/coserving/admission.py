@@ -96,7 +96,8 @@ class _Live:
 
 
 MAX_REPLANS = 3
-"""A rollout step is planned anew so often to fit its budget; then the turn is given up, since planning costs time as well."""
+"""A rollout step is planned anew so often to fit its budget while serving waits; then the turn is given up, since planning costs
+time as well. On an idle device it becomes smaller until it fits."""
 WINDOW_SLICES = 16
 
 
@@ -296,11 +297,13 @@ class AdmissionController:
         if time_s <= record.budget_s:
             return Go(record=planned)
         can_shrink = min(features.num_tokens, self._max_tokens) > self._least_tokens
-        if self._num_replans < MAX_REPLANS and can_shrink:
-            self._num_replans += 1
+        if (idle or self._num_replans < MAX_REPLANS) and can_shrink:
             fixed_s = self._fixed_s(idle=idle)
-            share = (record.budget_s - fixed_s) / max(1e-9, time_s - fixed_s)
-            self._max_tokens = max(self._least_tokens, int(0.95 * features.num_tokens * max(0.0, min(1.0, share))))
+            share = 0.95 * max(0.0, min(1.0, (record.budget_s - fixed_s) / max(1e-9, time_s - fixed_s)))
+            if self._num_replans:
+                share = min(share, 0.5)  # it is no line: an engine that pads needs the next smaller shape
+            self._num_replans += 1
+            self._max_tokens = max(self._least_tokens, int(share * min(features.num_tokens, self._max_tokens)))
             return Roll(record=planned, max_tokens=self._max_tokens)
         if idle and self._probes(now_s):
             if features.num_tokens > self._probe_tokens and self._max_tokens > self._probe_tokens:
