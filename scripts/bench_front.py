@@ -5,7 +5,7 @@
 latency: the same greedy completions by the same number of streams, once by an engine in this process and once streamed over HTTP
 from a replica process, in turn, `--rounds` times; client, front and engine share the machine's cores, so with fewer than three
 whatever one does the others wait for. parsing: gaps between the ends of engine steps while the engine has more to do than it can,
-without and with clients that send large JSON bodies all the time, in turn; the engine has a core of its own there.
+without and with clients that send large JSON bodies all the time, in turn; the engine has one core and one thread of its own there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from common.config import Config, validate
 from common.serving.engine import StepResult
 from common.types import Request, SamplingKey, SamplingParams
 from scripts import entry
+from scripts.coserving_processes import ONE_THREAD
 from scripts.serving_process import ServingProcess, Streamed, percentile, post, stream_completion
 
 _FLAGS = entry.flags_of(__name__)
@@ -259,14 +260,13 @@ def pin(pid: int, cores: set[int]) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
-async def measure(config: Config, server: ServingProcess) -> dict[str, list[Row]]:
+async def beside_engine_alone(config: Config, server: ServingProcess) -> list[Row]:
     alone = EngineAlone(config)
     await alone.start()
     try:
-        rows = {"latency": await latency(alone, OverHttp(server))}
+        return await latency(alone, OverHttp(server))
     finally:
         await alone.replica.__aexit__(None, None, None)
-    return rows | {"parsing": await parsing(server)}
 
 
 def main() -> None:
@@ -277,7 +277,9 @@ def main() -> None:
     arguments = [*entry.config_arguments(), f"--backend={_BACKEND.value}", *([f"--model={_MODEL.value}"] if _MODEL.value else [])]
     arguments.append(f"--max_completions_per_client={2 * _WAVES.value * config.sampler.max_slots}")  # the backlog is one client's
     with ServingProcess(arguments) as server:
-        result = asyncio.run(measure(config, server))
+        result = {"latency": asyncio.run(beside_engine_alone(config, server))}
+    with ServingProcess(arguments, environment=ONE_THREAD) as server:  # threads that share a core wait for each other in turns
+        result["parsing"] = asyncio.run(parsing(server))
     for part, rows in result.items():
         print(f"\n{part}")
         for row in rows:

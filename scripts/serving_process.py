@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,10 +27,15 @@ TIMEOUT_S = 120.0
 
 
 class ServingProcess:
-    """Use as a context manager: inside it the server takes calls, after it both its processes are gone."""
+    """Use as a context manager: inside it the server takes calls, after it both its processes are gone.
 
-    def __init__(self, arguments: Sequence[str], *, python: str = sys.executable) -> None:
-        self._arguments, self._python = list(arguments), python
+    `environment` is added to this process's own.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, python: str = sys.executable, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._arguments, self._python, self._environment = list(arguments), python, dict(environment or {})
         self.rollout_token, self.control_token = secrets.token_hex(16), secrets.token_hex(16)
 
     def __enter__(self) -> ServingProcess:
@@ -41,7 +46,7 @@ class ServingProcess:
             self._process = subprocess.Popen(
                 [self._python, "-m", "scripts.serve", *self._arguments, *flags, f"--ready_file={ready}"],
                 cwd=ROOT,
-                env=os.environ | variables,
+                env=os.environ | self._environment | variables,
             )
             deadline_s = time.monotonic() + START_TIMEOUT_S
             while not ready.exists():

@@ -38,7 +38,8 @@ from common.serving.coserving.events import (
     Work,
     WorkDone,
 )
-from common.serving.coserving.objectives import Objective, Objectives
+from common.serving.coserving.live_requests import LiveRequests
+from common.serving.coserving.objectives import Objectives
 from common.serving.coserving.step_time import StepFeatures, StepTimePredictor
 
 
@@ -81,20 +82,6 @@ class AdmissionSettings:
             raise ValueError(f"max_step_tokens={self.max_step_tokens} must be at least 1")
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class _Live:
-    """An online request; `borrowed_s` is the time that rollouts had the device since it arrived, and since its first token."""
-
-    request_id: str
-    objective: Objective
-    arrival_s: float
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    num_tokens: int = 0
-    borrowed_s: float = 0.0
-    borrowed_before_first_s: float = 0.0
-
-
 MAX_REPLANS = 3
 """A rollout step is planned anew so often to fit its budget while serving waits; then the turn is given up, since planning costs
 time as well. On an idle device it becomes smaller until it fits."""
@@ -117,8 +104,7 @@ class AdmissionController:
         self.caution = Caution(self.settings.caution)
         self.step_bound_s = self.settings.step_share * objectives.shortest_ttft_s
         self._longest_serving_step = longest_serving_step
-        self._live: dict[str, _Live] = {}
-        self._waiting: set[str] = set()
+        self._live = LiveRequests(tpot_share=self.settings.tpot_share, max_rise=self.settings.max_tpot_rise)
         self._last_side: Side | None = None
         self._budget: Record | None = None
         self._max_tokens = self._num_replans = 0
@@ -147,10 +133,11 @@ class AdmissionController:
                 self._on_step(event, now_s)
             case Arrived():
                 objective = self.objectives.of_request(event.model, event.request_class)
-                self._live[event.request_id] = _Live(request_id=event.request_id, objective=objective, arrival_s=event.arrival_s)
-                self._waiting.add(event.request_id)
+                self._live.add(event.request_id, objective, event.arrival_s)
             case Ended():
-                self._on_end(event, now_s)
+                outcome = self._live.end(event.request_id, whole=event.whole)
+                if outcome is not None:
+                    self.caution.on_end(missed=outcome.missed, blamed=outcome.blamed, now_s=now_s)
             case WorkDone():
                 self._on_work(event)
         return ()
@@ -189,7 +176,7 @@ class AdmissionController:
         """Why serving's step goes first whatever the slack, or None."""
         if not has_work:
             return Reason.NO_ROLLOUT
-        if self._waiting:
+        if self._live.num_waiting:
             return Reason.WAITING_PROMPT
         if level is not Level.OPEN:
             return Reason.CAUTION if level is Level.IDLE_ONLY else Reason.STOPPED
@@ -201,7 +188,7 @@ class AdmissionController:
         """Spend the slack of decoding requests, if it is enough for a decent rollout step."""
         predictor = self.predictors[Side.SERVING]
         serving_s = predictor.bound_s(dataclasses.replace(serving, switched=True))
-        tightest, due_s = self._tightest(serving_s)
+        tightest, due_s = self._live.tightest(serving_s, predictor.bound_s(self._longest_serving_step))
         slack_s = due_s - now_s - serving_s
         record = self._record(
             now_s,
@@ -219,23 +206,6 @@ class AdmissionController:
         if not event.commit_waits and record.budget_s < self._unfit_s:
             return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT, rollout_bound_s=self._unfit_s))
         return self._admit(event, record)
-
-    def _tightest(self, serving_s: float) -> tuple[str | None, float]:
-        """The live request whose next token is due first, and when; all of them have their first token."""
-        longest_s = self.predictors[Side.SERVING].bound_s(self._longest_serving_step)
-        reserve_s = max(0.0, longest_s - serving_s)
-        share, most_s = self.settings.tpot_share, self.settings.max_tpot_rise * serving_s
-        tightest, first_due_s = None, math.inf
-        for live in self._live.values():
-            tpot_s, count = live.objective.tpot_s, live.num_tokens
-            assert live.first_token_s is not None
-            due_s = min(
-                live.last_token_s + min(share * tpot_s, most_s),
-                live.first_token_s + min(share * tpot_s * count, tpot_s * count - reserve_s),
-            )
-            if due_s < first_due_s:
-                tightest, first_due_s = live.request_id, due_s
-        return tightest, first_due_s
 
     def _admit(self, event: Free, record: Record) -> Decision:
         """Give the rollout model the device for at most `record.budget_s`: other work of its first, then a step."""
@@ -366,7 +336,7 @@ class AdmissionController:
             reason=reason,
             level=level,
             num_live=len(self._live),
-            num_waiting=len(self._waiting),
+            num_waiting=self._live.num_waiting,
             budget_s=budget_s,
             slack_s=slack_s,
             tightest_request=tightest_request,
@@ -393,38 +363,15 @@ class AdmissionController:
         if features.num_tokens:
             self._last_side = side
         if side is Side.ROLLOUT:
-            self._lend(event.duration_s)
+            self._live.lend(event.duration_s)
             return
         for request_id, num_tokens in event.tokens:
-            live = self._live.get(request_id)
-            if live is None:
-                continue
-            if live.first_token_s is None:
-                live.first_token_s, live.borrowed_before_first_s = now_s, live.borrowed_s
-                self._waiting.discard(request_id)
-            live.last_token_s = now_s
-            live.num_tokens += num_tokens
+            self._live.on_tokens(request_id, num_tokens, now_s)
 
     def _on_work(self, event: WorkDone) -> None:
-        self._lend(event.duration_s)
+        self._live.lend(event.duration_s)
         self._last_side = Side.ROLLOUT
         if event.kind is Work.SLICE:
             self._slices_s = [*self._slices_s[1 - WINDOW_SLICES :], event.duration_s]
         elif event.kind is Work.ACTIVATE:
             self._activate_s = event.duration_s
-
-    def _lend(self, duration_s: float) -> None:
-        for live in self._live.values():
-            live.borrowed_s += duration_s
-
-    def _on_end(self, event: Ended, now_s: float) -> None:
-        live = self._live.pop(event.request_id, None)
-        self._waiting.discard(event.request_id)
-        if live is None or live.first_token_s is None or not event.whole:
-            return
-        late_s = live.first_token_s - live.arrival_s - live.objective.ttft_s
-        slow_s = live.last_token_s - live.first_token_s - live.objective.tpot_s * (live.num_tokens - 1)
-        since_first_s = live.borrowed_s - live.borrowed_before_first_s
-        missed = late_s > 0 or slow_s > 0
-        blamed = 0 < late_s <= live.borrowed_before_first_s or 0 < slow_s <= since_first_s
-        self.caution.on_end(missed=missed, blamed=blamed, now_s=now_s)
