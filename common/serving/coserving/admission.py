@@ -7,7 +7,7 @@ measured failure away (docs/coserving.md has the derivation):
      arrives meanwhile waits for it.
   3. A decoding request may be kept waiting until its next token is due: tokens are scheduled at `tpot_share` of the objective, and
      early enough that the mean still meets it if every later step were the longest serving step there is.
-  4. A rollout step that would mostly pay fixed costs is not worth a delay; it waits until serving is idle.
+  4. A rollout step that would mostly pay fixed costs, or compute padding, is not worth a delay; it waits until serving is idle.
   5. Surprises and misses lower the level (caution.py): rollouts when idle only, then none.
 Deterministic: no thread, socket or clock. Invariant: exactly one decision for each Free and Planned, none for anything else.
 """
@@ -53,7 +53,8 @@ class AdmissionSettings:
         tpot_share: of the TPOT objective, at which tokens are scheduled while rollouts run.
         max_tpot_rise: a token may be kept waiting for at most this many times the serving step that makes it; bounds how far the
             median TPOT rises above that of serving alone.
-        max_fixed_share: of a rollout step's budget that fixed costs may take while serving waits.
+        max_fixed_share: of a rollout step's budget that fixed costs may take while serving waits; likewise how much smaller than
+            usual the share of its tokens may be that are no padding.
         max_step_tokens: of a rollout step, whatever its budget.
         surprise_tolerance: a rollout step surprises when it takes so much longer than it was admitted for.
         probe_after_s: after no rollout step has fitted for so long, a smallest one is tried as soon as serving is idle.
@@ -86,6 +87,8 @@ MAX_REPLANS = 3
 """A rollout step is planned anew so often to fit its budget while serving waits; then the turn is given up, since planning costs
 time as well. On an idle device it becomes smaller until it fits."""
 WINDOW_SLICES = 16
+USUAL_WEIGHT = 0.1
+"""Of the newest step in idle time, in what share of a step is usually useful."""
 
 
 class AdmissionController:
@@ -112,7 +115,8 @@ class AdmissionController:
         self._probing = False
         self._last_rollout: StepFeatures | None = None
         self._unfit_s = 0.0
-        """What the smallest step takes that could be planned since the last rollout step: less slack is not worth planning for."""
+        """Less slack than that was of no use since the last rollout step: it is not worth planning for."""
+        self._usual_share = 0.0
         self._slices_s: list[float] = []
         self._activate_s: float | None = None
         self._starved_since_s: float | None = None
@@ -265,7 +269,10 @@ class AdmissionController:
         time_s = self._time_s(features, idle=idle)
         planned = dataclasses.replace(record, rollout_bound_s=predictor.bound_s(features))
         if time_s <= record.budget_s:
-            return Go(record=planned)
+            if idle or features.useful_share >= (1 - self.settings.max_fixed_share) * self._usual_share:
+                return Go(record=planned)
+            self._unfit_s = record.budget_s
+            return self._give_up(planned, Reason.NO_SLACK, now_s)
         can_shrink = min(features.num_tokens, self._max_tokens) > self._least_tokens
         if (idle or self._num_replans < MAX_REPLANS) and can_shrink:
             fixed_s = self._fixed_s(idle=idle)
@@ -355,6 +362,8 @@ class AdmissionController:
             surprised = event.duration_s > limit_s * (1 + self.settings.surprise_tolerance)
             self.caution.on_step(surprised=surprised, now_s=now_s)
             self._last_rollout, self._unfit_s = event.features, 0.0
+            if self._budget is not None and self._budget.slack_s is None:
+                self._usual_share += USUAL_WEIGHT * (features.useful_share - self._usual_share)
             fits = self._probing and event.duration_s <= self.step_bound_s
             self._probe_tokens = 2 * self._probe_tokens if fits else self._least_tokens
             self._probing = False

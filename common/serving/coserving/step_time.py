@@ -79,6 +79,11 @@ class StepFeatures:
         return self.prefill_tokens + self.decode_tokens - self.padding_tokens
 
     @property
+    def useful_share(self) -> float:
+        """Of what the device computes, the share that is a request's."""
+        return self.num_tokens / max(1, self.num_tokens + self.padding_tokens)
+
+    @property
     def shape(self) -> Shape:
         """What the device computes, whoever's it is and whoever had it before."""
         return self.prefill_tokens, self.decode_tokens, self.context_tokens, self.rounds

@@ -120,6 +120,26 @@ def test_a_budget_that_fixed_costs_would_eat_goes_to_serving() -> None:
     assert decision.record.budget_s > 0
 
 
+def test_a_step_that_would_mostly_compute_padding_goes_to_serving_until_another_rollout_step_has_run() -> None:
+    policy = calibrated(OBJECTIVE)
+    full = StepFeatures(prefill_tokens=64, decode_tokens=16, context_tokens=1600, padding_tokens=20)
+    for number in range(30):
+        assert isinstance(free(policy, number), Roll)
+        policy.on_event(Planned(features=full), number)
+        policy.on_event(StepDone(side=Side.ROLLOUT, features=full, duration_s=18e-3, tokens=()), number + 0.02)
+    arrive(policy, "a", 40.0, first_token_s=40.01)
+    for padding, expected in ((40, Go), (60, Serve)):
+        assert isinstance(free(policy, 40.011, serving=DECODE), Roll)
+        decision = one(policy.on_event(Planned(features=dataclasses.replace(full, padding_tokens=padding)), 40.011))
+        assert isinstance(decision, expected)
+    assert decision.record.reason is Reason.NO_SLACK
+    assert isinstance(free(policy, 40.012, serving=DECODE), Serve)
+    policy.on_event(StepDone(side=Side.ROLLOUT, features=full, duration_s=18e-3, tokens=()), 40.03)
+    serve_tokens(policy, 40.04, ("a", 1))
+    assert isinstance(free(policy, 40.041, serving=DECODE), Roll)
+    assert isinstance(one(policy.on_event(Planned(features=full), 40.041)), Go)
+
+
 def test_the_knob_bounds_how_long_a_token_is_kept_waiting() -> None:
     slack = {}
     for rise in (3.0, 50.0):
