@@ -17,7 +17,8 @@ from common.clock import MonotonicClock
 from common.config import Config, SamplerConfig, serving_config
 from common.serving.coserving.admission import AdmissionController, AdmissionSettings
 from common.serving.coserving.calibration import calibrate
-from common.serving.coserving.events import Side
+from common.serving.coserving.decision_trace import DecisionTrace
+from common.serving.coserving.events import Decision, Event, Side
 from common.serving.coserving.executor import CoServingExecutor
 from common.serving.coserving.objectives import Objective, Objectives
 from common.serving.coserving.statistics import DeviceStatistics
@@ -66,7 +67,13 @@ async def _serve(config: Config, replica_id: str, ends: dict[Side, socket.socket
 async def _serve_both(config: Config, replica_id: str, channels: dict[Side, Channel], store: StoreOptions) -> None:
     policy = admission_of(config)
     statistics = DeviceStatistics(policy)
-    executor = CoServingExecutor(policy, serving_model=SERVING_MODEL, on_event=statistics.listen)
+    trace = DecisionTrace()
+
+    def listen(event: Event, now_s: float, decisions: tuple[Decision, ...]) -> None:
+        statistics.listen(event, now_s, decisions)
+        trace.listen(event, now_s, decisions)
+
+    executor = CoServingExecutor(policy, serving_model=SERVING_MODEL, on_event=listen)
     serving_store = StoreOptions(address=None, token=None, ca=None)
     replicas: dict[Side, Any] = {
         Side.SERVING: make_served_replica(
@@ -86,17 +93,19 @@ async def _serve_both(config: Config, replica_id: str, channels: dict[Side, Chan
             if stores[side].address is None:
                 await replica.stage()
                 await replica.commit()
-        servers = {side: _server(config, channels[side], replica, stores[side]) for side, replica in replicas.items()}
+        servers = {side: _server(config, channels[side], replica, stores[side], trace) for side, replica in replicas.items()}
         await serve_two_models(servers, statistics)
 
 
-def _server(config: Config, channel: Channel, replica: Any, store: StoreOptions) -> EngineServer:
+def _server(config: Config, channel: Channel, replica: Any, store: StoreOptions, trace: DecisionTrace) -> EngineServer:
     timeout_s = config.transfer.timeout_s
 
     def subscribe(address: str) -> Subscriber:
         return Subscriber(store.open(address, timeout_s), replica.target, receiver_id=replica.replica_id, timeout_s=timeout_s)
 
-    return EngineServer(channel, replica, replica.target, info=replica.engine.info, subscribe=subscribe, store=store.address)
+    return EngineServer(
+        channel, replica, replica.target, info=replica.engine.info, subscribe=subscribe, store=store.address, decisions=trace
+    )
 
 
 def admission_of(config: Config) -> AdmissionController:

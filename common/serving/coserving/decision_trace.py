@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,14 +63,15 @@ class DecisionTrace:
 
     def write_chrome_trace(self, path: Path) -> None:
         """Chrome's trace format, which Perfetto opens: each piece of work on a track, with the record it was decided on."""
-        path.write_text(json.dumps({"traceEvents": list(self._chrome_events()), "displayTimeUnit": "ms"}))
+        path.write_text(json.dumps({"traceEvents": list(self.chrome_events()), "displayTimeUnit": "ms"}))
 
-    def _chrome_events(self) -> Iterator[dict[str, Any]]:
+    def chrome_events(self, since_s: float = -math.inf) -> Iterator[dict[str, Any]]:
+        """`traceEvents` of what was done from a moment on."""
         yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "device"}}
         for track, name in TRACK_NAMES.items():
             yield {"ph": "M", "pid": 1, "tid": track, "name": "thread_name", "args": {"name": name}}
         record: Record | None = None
-        for now_s, event, decisions in self._entries:
+        for now_s, event, decisions in self._since(since_s):
             if decisions:
                 record = decisions[0].record
                 yield _counter(now_s, "live requests", {"live": record.num_live, "without a token": record.num_waiting})
@@ -80,6 +83,10 @@ class DecisionTrace:
                 yield _span(now_s, event.duration_s, event.side.value, arguments)
             elif isinstance(event, WorkDone):
                 yield _span(now_s, event.duration_s, event.kind.value, _why(record))
+
+    def _since(self, since_s: float) -> list[Entry]:
+        newest = itertools.takewhile(lambda entry: entry[0] >= since_s, reversed(self._entries))
+        return list(newest)[::-1]
 
 
 def events_from_lines(lines: Iterable[str]) -> Iterator[tuple[float, Event]]:

@@ -156,6 +156,14 @@ class EngineClient:
         """(end on the monotonic clock, device seconds, tokens) of the newest steps, oldest first."""
         return [(end_s, device_s, num_tokens) for end_s, device_s, num_tokens in await self._call("step_times")]
 
+    async def decisions(self, seconds: float) -> list[dict[str, Any]]:
+        """What a co-serving device decided lately, as events of Chrome's trace format.
+
+        Raises:
+            ValueError: the device has one model.
+        """
+        return await self._call("decisions", seconds=seconds)
+
     async def close(self) -> None:
         """Leave: the engine process then gives up what is in flight and ends."""
         await self._channel.close()

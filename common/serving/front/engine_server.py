@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 from common.errors import EngineClosedError
+from common.serving.coserving.decision_trace import DecisionTrace
 from common.serving.coserving.statistics import DeviceReport
 from common.serving.engine import EngineInfo, StepResult
 from common.serving.front.channel import Channel, ChannelClosedError, Message
@@ -32,6 +33,8 @@ from common.transfer.target import WeightTarget
 
 NUM_STEP_TIMES = 4096
 """Steps whose ends are kept for whoever asks how evenly they came."""
+EVENTS_A_PASS = 200
+"""Of a trace of decisions, made between two steps: about a millisecond."""
 MAX_READ_ELEMENTS = 1 << 22
 """Elements of a tensor that are read at a time for its digest."""
 
@@ -44,6 +47,7 @@ class EngineServer:
         target: the live weights, for digests.
         subscribe: makes a subscriber to the store at an address, of which it knows the kinds.
         store: address of the store that the replica follows now.
+        decisions: of the device that this replica shares with another, for whoever asks why.
     """
 
     def __init__(
@@ -55,9 +59,10 @@ class EngineServer:
         info: EngineInfo,
         subscribe: Callable[[str], Subscriber],
         store: str | None = None,
+        decisions: DecisionTrace | None = None,
     ) -> None:
         self._channel, self._replica, self._target, self._subscribe = channel, replica, target, subscribe
-        self._info, self._store = info, store
+        self._info, self._store, self._decisions = info, store, decisions
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._streamed: set[str] = set()
@@ -71,6 +76,7 @@ class EngineServer:
             "resume": self._resume,
             "digests": self._digests,
             "step_times": self._recent_steps,
+            "decisions": self._recent_decisions,
         }
 
     async def serve(self) -> None:
@@ -193,6 +199,16 @@ class EngineServer:
 
     async def _recent_steps(self) -> list[tuple[float, float, int]]:
         return list(self._step_times)
+
+    async def _recent_decisions(self, seconds: float) -> list[dict[str, Any]]:
+        if self._decisions is None:
+            raise ValueError("this replica has a device of its own, so nothing is decided; start it with --coserve for that")
+        found = []
+        for event in self._decisions.chrome_events(time.monotonic() - seconds):
+            found.append(event)
+            if len(found) % EVENTS_A_PASS == 0:
+                await asyncio.sleep(0)  # a step, if one is due
+        return found
 
     async def _digests(self) -> dict[str, str]:
         """The xxh3-128 of every live tensor's bits in the dtype that is published, none of them in the middle of a commit."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, WithJsonSchema
 from starlette.responses import Response
@@ -28,6 +28,8 @@ from common.types import Completion, Request, SamplingKey, SamplingParams
 
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 KeyPart = Annotated[StrictInt, Field(ge=0, lt=2**32)]
+MAX_TRACE_S = 60.0
+"""Some ten thousand decisions: megabytes of JSON."""
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 
@@ -40,6 +42,7 @@ TopLogprob = Annotated[tuple[int, float], _numbers(2)]
 """Token id and log-probability."""
 StepTime = Annotated[tuple[float, float, int], _numbers(3)]
 """End on the monotonic clock in seconds, device seconds, tokens."""
+TraceSeconds = Annotated[float, Query(gt=0, le=MAX_TRACE_S, allow_inf_nan=False)]
 
 MAX_KEPT_TOKENS = 1 << 20
 """Of answers that can still be asked for again: some 100 MB, and far more than what is answered while a connection is made anew."""
@@ -172,6 +175,13 @@ class StepTimesResponse(BaseModel):
     steps: list[StepTime]
 
 
+class DecisionsResponse(BaseModel):
+    """Names are those of Chrome's trace format."""
+
+    trace_events: list[dict[str, Any]] = Field(alias="traceEvents")
+    display_time_unit: str = Field(alias="displayTimeUnit")
+
+
 class DrainedResponse(BaseModel):
     draining: bool
 
@@ -240,6 +250,11 @@ def _add_control(routes: APIRouter, front: Front) -> None:
     async def step_times(request: HttpRequest) -> Response:
         """When the newest steps ended, for measurements."""
         return answer(request, engine.step_times, lambda steps: {"steps": steps})
+
+    @routes.get("/control/v1/decisions", response_model=DecisionsResponse, responses=CONTROL_ERRORS)
+    async def decisions(request: HttpRequest, seconds: TraceSeconds = 10.0) -> Response:
+        """What a co-serving device did in the last seconds and why, in Chrome's trace format: save it, open it in Perfetto."""
+        return answer(request, lambda: engine.decisions(seconds), lambda events: {"traceEvents": events, "displayTimeUnit": "ms"})
 
     @routes.post("/control/v1/drain", response_model=DrainedResponse, responses=CONTROL_ERRORS)
     async def drain(request: HttpRequest) -> Response:

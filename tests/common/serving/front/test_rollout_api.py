@@ -180,6 +180,12 @@ def test_each_interface_wants_its_own_token(front: RunningFront) -> None:
     assert control(front, "status", method="GET")[0] == 200
 
 
+def test_a_replica_with_a_device_of_its_own_has_no_decisions_to_show(front: RunningFront) -> None:
+    status, answer = control(front, "decisions", method="GET")
+    assert status == 400
+    assert "--coserve" in answer["error"]["message"]
+
+
 def test_weights_are_staged_and_committed_from_the_store_that_is_named(front: RunningFront, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     publish(store, 4)

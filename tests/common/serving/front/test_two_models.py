@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.serving.coserving.events import Side
+from common.serving.coserving.decision_trace import DecisionTrace
+from common.serving.coserving.events import Decision, Event, Side
 from common.serving.coserving.executor import CoServingExecutor
 from common.serving.coserving.objectives import Objective
 from common.serving.coserving.statistics import DeviceStatistics
@@ -88,7 +89,13 @@ class TwoModelFront(RunningFront):
     async def _serve_engines(self, ends: dict[Side, socket.socket]) -> None:
         policy = controller(OBJECTIVE)
         statistics = DeviceStatistics(policy)
-        executor = CoServingExecutor(policy, serving_model="serving", on_event=statistics.listen)
+        trace = DecisionTrace()
+
+        def hear(event: Event, now_s: float, decisions: tuple[Decision, ...]) -> None:
+            statistics.listen(event, now_s, decisions)
+            trace.listen(event, now_s, decisions)
+
+        executor = CoServingExecutor(policy, serving_model="serving", on_event=hear)
         replicas, servers = {}, {}
         for side, end in ends.items():
             engine = NotedEngine(
@@ -103,7 +110,8 @@ class TwoModelFront(RunningFront):
             def subscribe(address: str, target: FakeTarget = target) -> Subscriber:
                 return Subscriber(DirectoryStore(address), target, receiver_id="elsewhere")
 
-            servers[side] = EngineServer(await Channel.over(end), replicas[side], target, info=engine.info, subscribe=subscribe)
+            channel = await Channel.over(end)
+            servers[side] = EngineServer(channel, replicas[side], target, info=engine.info, subscribe=subscribe, decisions=trace)
         async with replicas[Side.SERVING], replicas[Side.ROLLOUT], executor:
             for replica in replicas.values():
                 await replica.stage()
@@ -185,6 +193,21 @@ def test_weights_and_draining_are_the_policys(server: TwoModelFront, tmp_path: A
     assert server.ask("/health")[0] == 200
     server.ask("/control/v1/resume", {}, token=CONTROL_TOKEN)
     assert server.ask("/rollout/v1/generate", turn(4), token=ROLLOUT_TOKEN)[0] == 200
+
+
+def test_the_newest_decisions_come_as_a_trace_for_perfetto(server: TwoModelFront) -> None:
+    server.ask("/v1/completions", {"model": MODEL, "prompt": "go", "max_tokens": 4, "ignore_eos": True})
+    server.ask("/rollout/v1/generate", turn(6), token=ROLLOUT_TOKEN)
+    status, answer = server.ask("/control/v1/decisions?seconds=30", token=CONTROL_TOKEN)
+    assert status == 200
+    spans = [event for event in answer["traceEvents"] if event["ph"] == "X"]
+    assert {"serving", "rollout"} <= {span["name"] for span in spans}
+    assert all(span["args"]["why"] for span in spans)
+    _, newest = server.ask("/control/v1/decisions?seconds=1e-9", token=CONTROL_TOKEN)
+    assert [event for event in newest["traceEvents"] if event["ph"] == "X"] == []
+    for seconds in ("0", "61", "nan", "soon"):
+        assert server.ask(f"/control/v1/decisions?seconds={seconds}", token=CONTROL_TOKEN)[0] == 400
+    assert server.ask("/control/v1/decisions", token=ROLLOUT_TOKEN)[0] == 401
 
 
 def test_the_metrics_tell_what_the_device_did(server: TwoModelFront) -> None:
