@@ -236,6 +236,36 @@ class VllmEngine:
         self._epoch += 1
         self._treat_stale_cache()
 
+    def park(self) -> Iterator[None]:
+        """Give up the cache and move weights in host memory to a file (common.serving.parking); those on a GPU stay where they are.
+
+        Call after `drain`, while no request is live; activate before the next step.
+
+        Raises:
+            OSError: the file cannot hold them; all weights are right.
+        """
+        self._check_idle("park")
+        if self._live:
+            raise ValueError(f"park: {len(self._live)} requests are live; let them end or abort them first")
+        self._forget_plan()
+        self._drop_prefixes()
+        yield from self._move("park")
+
+    def activate(self) -> Iterator[None]:
+        """The inverse of `park`: weights are in memory again, the cache is empty."""
+        self._check_idle("activate")
+        yield from self._move("activate")
+
+    def _move(self, work: str) -> Iterator[None]:
+        while True:
+            answers = self._core.collective_rpc("move_piece", args=(work,))
+            failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+            if failures:
+                raise OSError(f"{work} failed on workers: {failures}")
+            if not any(moved for moved, _ in answers):
+                return
+            yield
+
     def call_workers(self, method: str | Callable[..., object], *args: object, **kwargs: object) -> list[Any]:
         """What a method of every worker, or a function of it, returns: for what the contract leaves out, such as profiling."""
         self._check_idle("call_workers")

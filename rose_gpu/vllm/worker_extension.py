@@ -7,13 +7,16 @@ failure as text and never raise, since one rank's exception would leave the othe
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from common.serving import parking
 from common.transfer.bits import BITS_DTYPES
 from common.transfer.staging import StagedUpdate
 from rose_gpu.vllm.environment import end_with_parent
@@ -39,6 +42,7 @@ class RoseWorkerExtension(RankMethods):
         self.rose_weights = RankWeights(self.model_runner.get_model(), arriving_dtype)
         self.rose_dtype = BITS_DTYPES[arriving_dtype]
         self.rose_update: StagedUpdate | None = None
+        self.rose_moving: tuple[str, Iterator[int]] | None = None
         self.model_runner.sampler = KeyedSampler(self.model_runner)
         return os.environ.get("VLLM_DIST_IDENT")
 
@@ -47,6 +51,28 @@ class RoseWorkerExtension(RankMethods):
         """All keys and values, of whatever request."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
+
+    def move_piece(self, work: str) -> tuple[int, str | None]:
+        """A piece of work "park" or "activate": bytes moved, 0 when there is nothing left; and the failure, if any."""
+        moved = 0
+
+        def move() -> None:
+            nonlocal moved
+            if self.rose_moving is None or self.rose_moving[0] != work:
+                self.rose_moving = (work, self._pieces(work))
+            moved = next(self.rose_moving[1], 0)
+
+        failure = text_of_failure(move)
+        if failure is not None or not moved:
+            self.rose_moving = None
+        return moved, failure
+
+    def _pieces(self, work: str) -> Iterator[int]:
+        weights = [_range(weight) for weight in self.model_runner.get_model().parameters() if weight.device.type == "cpu"]
+        if work == "activate":
+            return parking.activate(weights)
+        caches = [_range(cache) for cache in self.model_runner.kv_caches if cache.device.type == "cpu"]
+        return itertools.chain(parking.park(weights), parking.discard(caches))
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         return self.rose_weights.specs()
@@ -81,3 +107,7 @@ class RoseWorkerExtension(RankMethods):
     def roll_back_update(self) -> None:
         self.rose_weights.rollback()
         self.rose_update = None
+
+
+def _range(tensor: torch.Tensor) -> parking.Range:
+    return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()

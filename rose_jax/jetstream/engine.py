@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -235,6 +236,26 @@ class JetStreamEngine:
         self._runner.load(weights)
         self._forget_plan()
         self._scheduler.change_version(version)
+
+    def park(self) -> Iterator[None]:
+        """Give up the cache and move weights in host memory to a file (common.serving.parking); elsewhere they stay where they are.
+
+        Call after `drain`, while no request is live; activate before the next step.
+
+        Raises:
+            OSError: the file cannot hold them; all weights are right.
+        """
+        self._check_idle("park")
+        if self._live:
+            raise ValueError(f"park: {len(self._live)} requests are live; let them end or abort them first")
+        self._forget_plan()
+        self._scheduler.drop_caches()
+        yield from self._runner.park()
+
+    def activate(self) -> Iterator[None]:
+        """The inverse of `park`: weights are in memory again, the cache is empty."""
+        self._check_idle("activate")
+        yield from self._runner.activate()
 
     def remove_chunk(self) -> None:
         """Give the memory of the last cache chunk back to the device; requests there are preempted and computed again elsewhere.

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from common.serving import parking
 from rose_jax.jetstream.compute import Caches, Drawn, make_draw, make_step
 from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.invariant import make_invariant_step
@@ -119,6 +120,16 @@ class StepRunner:
         for chunks in self._caches:
             chunks.append(self._new_chunk())
 
+    def park(self) -> Iterator[None]:
+        """Move weights to a file and give back the caches' memory, whose contents are then zero; both on CPU only."""
+        caches = [chunk for chunks in self._caches for chunk in chunks]
+        for _ in itertools.chain(parking.park(_ranges(self._params)), parking.discard(_ranges(caches))):
+            yield
+
+    def activate(self) -> Iterator[None]:
+        for _ in parking.activate(_ranges(self._params)):
+            yield
+
     def close(self) -> None:
         for chunks in self._caches:
             for chunk in chunks:
@@ -185,3 +196,9 @@ class StepRunner:
         config, model = self.config, self.model_config
         shape = (config.chunk_pages, 2, model.num_kv_heads, config.page_tokens, model.head_dim)
         return jnp.zeros(shape, self._dtype, device=self._cache_sharding)
+
+
+def _ranges(arrays: Iterable[jax.Array]) -> list[parking.Range]:
+    """Of what lies in memory of this process."""
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
+    return [(shard.unsafe_buffer_pointer(), shard.nbytes) for shard in shards if shard.device.platform == "cpu"]

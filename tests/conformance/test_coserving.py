@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from common.clock import MonotonicClock
 from common.serving.coserving.admission import AdmissionController
 from common.serving.coserving.calibration import calibrate
+from common.serving.coserving.device import Parkable
 from common.serving.coserving.events import Side
 from common.serving.coserving.executor import CoServingExecutor
 from common.serving.coserving.objectives import Objective, Objectives
@@ -66,3 +69,36 @@ def test_two_engines_on_one_device_generate_what_each_generates_alone(engine_cas
     finally:
         for engine in engines.values():
             engine.close()
+
+
+def test_a_parked_engine_generates_what_it_did_and_takes_new_weights_afterwards(engine_case: EngineCase, driver: Driver) -> None:
+    engine = driver.engine
+    if not isinstance(engine, Parkable):
+        pytest.skip("the engine's memory stays where it is")
+    request = make_request("r", prompt(20, salt=31), max_tokens=6)
+    before = driver.run_alone(request)
+    for _ in range(2):
+        for work in (engine.park, engine.activate):
+            for _ in work():
+                pass
+        after = driver.run_alone(request)
+        assert after.cached_prompt_tokens == 0, "a parked engine has no cache"
+        assert_same(after, before, engine_case)
+    engine.commit(engine_case.weights(1), version=1)
+    other = make_request("r", prompt(20, salt=33), max_tokens=6)  # of which no cache was kept from the old weights
+    changed = driver.run_alone(other)
+    for work in (engine.park, engine.activate):
+        for _ in work():
+            pass
+    assert_same(driver.run_alone(other), changed, engine_case)
+
+
+def test_an_engine_that_holds_requests_is_not_parked(engine_case: EngineCase, driver: Driver) -> None:
+    engine = driver.engine
+    if not isinstance(engine, Parkable):
+        pytest.skip("the engine's memory stays where it is")
+    request = make_request("r", prompt(5, salt=32), max_tokens=6)
+    driver.add(request)
+    with pytest.raises(ValueError, match="1 requests are live"):
+        next(iter(engine.park()), None)
+    assert len(driver.run()["r"].token_ids) == 6

@@ -86,7 +86,7 @@ class AdmissionSettings:
 MAX_REPLANS = 3
 """A rollout step is planned anew so often to fit its budget while serving waits; then the turn is given up, since planning costs
 time as well. On an idle device it becomes smaller until it fits."""
-WINDOW_SLICES = 16
+WINDOW_PIECES = 16
 USUAL_WEIGHT = 0.1
 """Of the newest step in idle time, in what share of a step is usually useful."""
 
@@ -118,7 +118,7 @@ class AdmissionController:
         """Less slack than that was of no use since the last rollout step: it is not worth planning for."""
         self._usual_share = 0.0
         self._slices_s: list[float] = []
-        self._activate_s: float | None = None
+        self._activations_s: list[float] = []
         self._starved_since_s: float | None = None
         """Since when no rollout step has fitted although serving was idle; arrivals in between change nothing about it."""
         self._unused_since_s: float | None = None
@@ -217,7 +217,8 @@ class AdmissionController:
         assert budget_s is not None
         idle = event.serving is None
         if event.parked:
-            if idle or (self._activate_s is not None and self._activate_s <= budget_s):
+            piece_s = max(self._activations_s, default=math.inf)
+            if idle or piece_s <= budget_s:
                 return Do(record=record, work=Work.ACTIVATE)
             return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT))
         if event.commit_waits:  # no rollout step may run before it is whole
@@ -319,6 +320,8 @@ class AdmissionController:
 
     def _park_or_wait(self, event: Free, now_s: float, level: Level) -> Decision:
         record = self._record(now_s, Reason.NO_ROLLOUT, level)
+        if event.parking:
+            return Do(record=dataclasses.replace(record, reason=Reason.UNUSED), work=Work.PARK)
         if event.parked:
             return Wait(record=record)
         assert self._unused_since_s is not None
@@ -381,6 +384,6 @@ class AdmissionController:
         self._live.lend(event.duration_s)
         self._last_side = Side.ROLLOUT
         if event.kind is Work.SLICE:
-            self._slices_s = [*self._slices_s[1 - WINDOW_SLICES :], event.duration_s]
+            self._slices_s = [*self._slices_s[1 - WINDOW_PIECES :], event.duration_s]
         elif event.kind is Work.ACTIVATE:
-            self._activate_s = event.duration_s
+            self._activations_s = [*self._activations_s[1 - WINDOW_PIECES :], event.duration_s]

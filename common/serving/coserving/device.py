@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,13 +42,21 @@ ClassOf = Callable[[Request], str]
 OnEvent = Callable[[Event, float, tuple[Decision, ...]], None]
 
 
+log = logging.getLogger(__name__)
+
+_END = object()
+
+
 @runtime_checkable
 class Parkable(Protocol):
-    """An engine that can give up what it holds for running while it does not run. Call both after `drain`."""
+    """An engine that can give up what it holds for running while it does not run. Call both after `drain`.
 
-    def park(self) -> None: ...
+    Both go piece by piece, each short; parking that is given up in between is followed by an activation.
+    """
 
-    def activate(self) -> None: ...
+    def park(self) -> Iterator[object]: ...
+
+    def activate(self) -> Iterator[object]: ...
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -109,6 +118,9 @@ class CoServedDevice:
         self._serving_plan: StepPlan | None = None
         self._plan_is_old = True
         self._parked = False
+        """From the first piece of parking to the last of activating."""
+        self._pieces: tuple[Work, Iterator[object]] | None = None
+        """Those left of the parking or activating under way."""
         self._online: set[str] = set()
         self.seconds = dict.fromkeys((*Side, *Work), 0.0)
         """Spent on each kind of work."""
@@ -172,6 +184,7 @@ class CoServedDevice:
             rollout_waits=self._num_live[Side.ROLLOUT] > 0,
             commit_waits=bool(self._commits[Side.ROLLOUT]),
             parked=self._parked,
+            parking=self._pieces is not None and self._pieces[0] is Work.PARK,
         )
         decision = self._ask(event)
         while isinstance(decision, Roll):
@@ -237,20 +250,34 @@ class CoServedDevice:
         before = tuple(result for side in Side for result in self._drain(side))
         started_s = self._clock.now_s()
         commits: tuple[Commit, ...] = ()
-        engine = self.engines[Side.ROLLOUT]
+        last = True
         if work is Work.SLICE:
             commits = self._slice(self._commits[Side.ROLLOUT])
         else:
-            self._parked = work is Work.PARK
-            if isinstance(engine, Parkable) and self._parked:
-                engine.park()
-            elif isinstance(engine, Parkable):
-                engine.activate()
+            last = self._park_or_activate(work)
         self._last_side = Side.ROLLOUT
         now_s = self._clock.now_s()
         self.seconds[work] += now_s - started_s
-        self._tell(WorkDone(kind=work, duration_s=now_s - started_s), now_s)
+        self._tell(WorkDone(kind=work, duration_s=now_s - started_s, last=last), now_s)
         return Turn(results=before, commits=commits)
+
+    def _park_or_activate(self, work: Work) -> bool:
+        """A piece of it; whether that was the last. Where it fails all contents are right, only not where they should be."""
+        engine = self.engines[Side.ROLLOUT]
+        if self._pieces is None or self._pieces[0] is not work:
+            if isinstance(engine, Parkable):
+                self._pieces = (work, engine.park() if work is Work.PARK else engine.activate())
+            else:
+                self._pieces = (work, iter(()))
+            self._parked = True
+        try:
+            if next(self._pieces[1], _END) is not _END:
+                return False
+        except OSError as error:
+            log.warning("the rollout model could not be moved (%s), %s: %s", work, engine.info.name, error)
+        self._pieces = None
+        self._parked = work is Work.PARK
+        return True
 
     def _commit_serving(self) -> Turn:
         before = tuple(result for side in Side for result in self._drain(side))

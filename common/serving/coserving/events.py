@@ -42,13 +42,15 @@ class Free:
     """The device holds no step: whose turn is it?
 
     serving: what serving's next step would be; None: it has nothing to do.
-    rollout_waits: rollout requests are live. commit_waits: pieces of a commit of rollout weights are. parked: the rollout model is.
+    rollout_waits: rollout requests are live. commit_waits: pieces of a commit of rollout weights are. parked: the rollout model is,
+    at least in part. parking: pieces of that are left.
     """
 
     serving: StepFeatures | None
     rollout_waits: bool
     commit_waits: bool
     parked: bool
+    parking: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +72,14 @@ class StepDone:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkDone:
-    """Work of the rollout model other than a step has left the device: a piece of a commit, parking, activating."""
+    """A piece of the rollout model's work other than steps has left the device: of a commit, of parking, of activating.
+
+    last: after it the model is parked, or activated.
+    """
 
     kind: Work
     duration_s: float
+    last: bool = True
 
 
 class Work(enum.StrEnum):

@@ -55,9 +55,9 @@ class DeviceStatistics:
         match event:
             case StepDone(side=side, duration_s=duration_s):
                 self._add(side.value, duration_s)
-            case WorkDone(kind=work, duration_s=duration_s):
-                self._add(work.value, duration_s)
-                self._parked = work is Work.PARK or (self._parked and work is not Work.ACTIVATE)
+            case WorkDone(kind=work, duration_s=duration_s, last=last):
+                self._add(work.value, duration_s, num_done=int(last))
+                self._parked = work is Work.PARK or (self._parked and not (work is Work.ACTIVATE and last))
         for decision in decisions:
             self._decisions[f"{type(decision).__name__.lower()}: {decision.record.reason}"] += 1
             self._pass_time(now_s)
@@ -77,9 +77,9 @@ class DeviceStatistics:
             step_time_error={side.value: predictor.error() for side, predictor in predictors if predictor.ready},
         )
 
-    def _add(self, kind: str, duration_s: float) -> None:
+    def _add(self, kind: str, duration_s: float, num_done: int = 1) -> None:
         self._device_s[kind] += duration_s
-        self._num_done[kind] += 1
+        self._num_done[kind] += num_done
 
     def _pass_time(self, now_s: float) -> None:
         """What has passed was spent in the level of the newest decision."""

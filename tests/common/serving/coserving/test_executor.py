@@ -45,11 +45,15 @@ class Watched(FakeEngine):
         self.log.append(f"collect {self.side}")
         return super().collect()
 
-    def park(self) -> None:
-        self.log.append("park")
+    def park(self) -> Iterator[None]:
+        for _ in range(3):
+            self.log.append("park")
+            yield
 
-    def activate(self) -> None:
-        self.log.append("activate")
+    def activate(self) -> Iterator[None]:
+        for _ in range(2):
+            self.log.append("activate")
+            yield
 
 
 class Setup:
@@ -244,8 +248,58 @@ def test_an_unused_rollout_model_is_parked_and_activated_on_demand_and_both_are_
 
     setup = run(work())
     marks = [entry for entry in setup.log if entry in ("park", "activate")]
-    assert marks == ["park", "activate"]
+    assert marks == ["park"] * 3 + ["activate"] * 2
     assert {Work.PARK, Work.ACTIVATE} <= set(setup.executor.device.seconds)
+
+
+def device_without_rollouts(engine: Watched) -> tuple[CoServedDevice, FakeClock]:
+    """Of two watched engines on one clock, whose rollout model has long been unused: the next turns park it."""
+    clock = engine._clock
+    limits = {side: StepLimits(max_tokens=64) for side in Side}
+    engines = {Side.SERVING: Watched(Side.SERVING, engine.log, clock), Side.ROLLOUT: engine}
+    device = CoServedDevice(engines, controller(OBJECTIVE), clock, limits=limits, serving_model="serving", class_of=lambda _: "any")
+    assert device.turn().waits
+    clock.advance(100.0)
+    return device, clock
+
+
+def test_online_requests_are_served_between_the_pieces_of_parking() -> None:
+    device, _ = device_without_rollouts(Watched(Side.ROLLOUT, [], FakeClock()))
+    device.turn()
+    assert device.parked
+    device.add(Side.SERVING, request("a", 0, max_tokens=2))
+    while device.num_live(Side.SERVING):
+        device.turn()
+    while not device.turn().waits:
+        pass
+    log = device.engines[Side.ROLLOUT].log
+    assert [entry for entry in log if not entry.startswith("collect")] == ["park", *[f"submit {Side.SERVING}"] * 2, "park", "park"]
+
+
+def test_a_rollout_in_the_middle_of_parking_is_not_kept_waiting_for_its_end() -> None:
+    device, _ = device_without_rollouts(Watched(Side.ROLLOUT, [], FakeClock()))
+    device.turn()
+    device.add(Side.ROLLOUT, request("a", 0, max_tokens=1))
+    while device.num_live(Side.ROLLOUT):
+        device.turn()
+    assert not device.parked
+    assert device.engines[Side.ROLLOUT].log[:4] == ["park", "activate", "activate", f"submit {Side.ROLLOUT}"]
+
+
+def test_a_model_that_cannot_be_moved_serves_on() -> None:
+    class Full(Watched):
+        def park(self) -> Iterator[None]:
+            yield from itertools.islice(super().park(), 1)
+            raise OSError(28, "No space left on device")
+
+    device, _ = device_without_rollouts(Full(Side.ROLLOUT, [], FakeClock()))
+    while not device.turn().waits:
+        pass
+    assert device.parked
+    device.add(Side.ROLLOUT, request("a", 0, max_tokens=1))
+    while device.num_live(Side.ROLLOUT):
+        device.turn()
+    assert device.engines[Side.ROLLOUT].log[-1] == f"collect {Side.ROLLOUT}"
 
 
 def test_a_failing_engine_reaches_every_caller_of_both_models() -> None:
