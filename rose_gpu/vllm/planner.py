@@ -119,15 +119,20 @@ class _Planner:
         self._freed: set[int] = set()
         self._pinned: set[int] = set()
         self._taken: dict[int, Sequence] = {}
+        self._in_step: set[Sequence] = set()
+        self._holders = {sequence.slot_idx: sequence for sequence in line if sequence.slot_idx is not None}
+        """Of slots, in line order."""
+        self._is_full = False
+        """No slot for one that waits, nor for any behind it in line, until one is evicted."""
         self._displaced: list[Sequence] = []
-        self._evicted: list[Sequence] = []
+        self._evicted: dict[Sequence, None] = {}
 
     def plan(self) -> Step:
         entries: list[Entry] = []
         for place, sequence in enumerate(self._line):
             if self._budget == 0:
                 break
-            if sequence in self._evicted:
+            if sequence in self._evicted or (self._is_full and sequence.slot_idx is None):
                 continue
             slot_idx = self._slot_for(sequence)
             entry = None if slot_idx is None else self._entry(sequence, slot_idx, place)
@@ -136,9 +141,9 @@ class _Planner:
             entries.append(entry)
             self._budget -= entry.num_tokens
             self._taken[entry.slot_idx] = sequence
-        in_step = set(self._taken.values())
-        for sequence in self._line:
-            if sequence.slot_idx in self._taken and sequence not in in_step and sequence not in self._evicted:
+            self._in_step.add(sequence)
+        for slot_idx, sequence in self._holders.items():
+            if slot_idx in self._taken and sequence not in self._in_step:
                 self._displaced.append(sequence)
         return Step(entries=tuple(entries), displaced=tuple(self._displaced), evicted=tuple(self._evicted))
 
@@ -146,15 +151,15 @@ class _Planner:
         """Its own slot (unless this step has given it away), a free one, or that of the last in line with a lower priority."""
         if sequence.slot_idx is not None:
             return None if sequence.slot_idx in self._taken else sequence.slot_idx
-        occupied = {other.slot_idx for other in self._line if other not in self._evicted}
         for slot_idx in range(self._max_slots):
-            if slot_idx not in occupied and slot_idx not in self._taken:
+            if slot_idx not in self._holders and slot_idx not in self._taken:
                 return slot_idx
-        for other in reversed(self._line):
+        for slot_idx, other in reversed(self._holders.items()):
             if other.request.priority >= sequence.request.priority:
-                return None
-            if other.slot_idx is not None and other.slot_idx not in self._taken:
-                return other.slot_idx
+                break
+            if slot_idx not in self._taken:
+                return slot_idx
+        self._is_full = True
         return None
 
     def _entry(self, sequence: Sequence, slot_idx: int, place: int) -> Entry | None:
@@ -189,13 +194,16 @@ class _Planner:
     def _victim(self, place: int) -> Sequence | None:
         """The last in line, behind `place`, whose cache can be given up."""
         for other in reversed(self._line[place + 1 :]):
-            if other not in self._evicted and other not in self._taken.values() and self._cache.held(other) is not None:
+            if other not in self._evicted and other not in self._in_step and self._cache.held(other) is not None:
                 return other
         return None
 
     def _evict(self, victim: Sequence) -> None:
         held = self._cache.held(victim)
         assert held is not None
-        self._evicted.append(victim)
+        self._evicted[victim] = None
+        if victim.slot_idx is not None:
+            del self._holders[victim.slot_idx]
+        self._is_full = False
         self._free += len(held.only_its)
         self._freed |= held.only_its

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rose_gpu.vllm.planner import Held, Prefix, Sequence, Step, plan_step
+from rose_gpu.vllm.planner import Held, Prefix, Sequence, Step, _Planner, plan_step
 from tests.conformance.driver import make_request, prompt
 
 BLOCK_TOKENS = 4
@@ -124,3 +124,21 @@ def test_planning_changes_nothing(max_tokens: int) -> None:
     cache.carry_out(plan_step(live, cache, max_slots=3, max_tokens=64), live)
     first, second = (plan_step(live, cache, max_slots=3, max_tokens=max_tokens) for _ in range(2))
     assert first == second
+
+
+def test_a_long_waiting_line_is_not_searched_for_slots_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Sequence] = []
+    slot_for = _Planner._slot_for
+
+    def count(planner: _Planner, wanted: Sequence) -> int | None:
+        asked.append(wanted)
+        return slot_for(planner, wanted)
+
+    monkeypatch.setattr(_Planner, "_slot_for", count)
+    live, cache = [sequence(idx) for idx in range(500)], CountedCache(num_blocks=1000)
+    for _ in range(3):
+        asked.clear()
+        step = plan_step(live, cache, max_slots=4, max_tokens=64)
+        assert len(step.entries) == 4
+        assert len(asked) == 5, "the slots' owners, and the first that finds none"
+        cache.carry_out(step, live)
