@@ -3,8 +3,8 @@
 The whole pages of a range are written to an unlinked file that is then mapped in their place, privately: who reads meanwhile reads
 right values from the file, who writes gets pages of memory of his own, and nothing that points there has to know. `activate` makes
 all pages memory again before they are needed. For ordinary memory of this process (numpy, torch and JAX on CPU), not for shared or
-device memory. The file is in the system's folder for temporary files; on a tmpfs nothing is won. Both go piece by piece, so that
-other work can come in between; giving up in between is safe.
+device memory. The file is in the system's folder for temporary files, and takes its room there until the memory is freed or parked
+anew; on a tmpfs nothing is won. Both go piece by piece, so that other work can come in between; giving up in between is safe.
 """
 
 from __future__ import annotations
@@ -73,14 +73,13 @@ def activate(ranges: Iterable[Range]) -> Iterator[int]:
     """
     for address, num_bytes in whole_pages(ranges):
         if _libc.madvise(address, num_bytes, MADV_POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
-            raise _os_error(
-                "madvise"
-            )  # a kernel that does not know the advice (before 5.14) does it page by page, when they are used
+            raise _os_error("madvise")  # EINVAL: before Linux 5.14, where pages become memory one by one, as they are used
         yield num_bytes
 
 
 def discard(ranges: Iterable[Range]) -> Iterator[int]:
-    """Give back memory whose contents nobody needs; yields the bytes of each piece. It is zero, and memory again, once used."""
+    """Give back memory whose contents nobody needs; yields the bytes of each piece. It is zero, and memory again, once used;
+    what was parked before has the contents of its file instead."""
     for address, num_bytes in whole_pages(ranges):
         if _libc.madvise(address, num_bytes, MADV_DONTNEED):
             raise _os_error("madvise")

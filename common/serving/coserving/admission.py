@@ -56,7 +56,7 @@ class AdmissionSettings:
         max_fixed_share: of a rollout step's budget that fixed costs may take while serving waits; likewise how much smaller than
             usual the share of its tokens may be that are no padding.
         max_step_tokens: of a rollout step, whatever its budget.
-        surprise_tolerance: a rollout step surprises when it takes so much longer than it was admitted for.
+        surprise_tolerance: a rollout step surprises when it takes so much longer than its bound, whatever it was admitted for.
         probe_after_s: after no rollout step has fitted for so long, a smallest one is tried as soon as serving is idle.
         park_after_s: without rollout work, after which the model is parked.
     """
