@@ -1,7 +1,7 @@
 """Caution: how much the admission controller dares, lowered by surprises and misses, raised again only after calm.
 
 OPEN spends slack; IDLE_ONLY lets rollouts run only when serving has nothing to do; STOPPED lets none run. A surprise is a rollout
-step that took longer than it was admitted for; a blamed miss is an objective missed by no more than what rollouts took from the
+step that took longer than its bound; a blamed miss is an objective missed by no more than what rollouts took from the
 request. Time and counts come in as arguments. Invariant: after `max_surprises` surprises among the newest `window_steps` rollout
 steps no rollout runs until a pause is over; each pause is twice the one before, up to a longest, until there has been calm.
 """
