@@ -33,6 +33,9 @@ from scripts.serve_engine import StoreOptions, make_served_replica
 
 SERVING_MODEL = "serving"
 """What the policy of admission calls it: its objectives are found by that."""
+TRACE_ENTRIES = 20_000
+"""Events and decisions that are kept to be shown: twice what ten seconds of steps of 2 ms have. Far more would keep the garbage
+collector busy, on the event loop that steps."""
 TYPICAL_SHARE = 4
 """The longest serving step is thought of as prompts beside a quarter of the slots, with a quarter of the context each."""
 
@@ -67,7 +70,7 @@ async def _serve(config: Config, replica_id: str, ends: dict[Side, socket.socket
 async def _serve_both(config: Config, replica_id: str, channels: dict[Side, Channel], store: StoreOptions) -> None:
     policy = admission_of(config)
     statistics = DeviceStatistics(policy)
-    trace = DecisionTrace()
+    trace = DecisionTrace(max_entries=TRACE_ENTRIES)
 
     def listen(event: Event, now_s: float, decisions: tuple[Decision, ...]) -> None:
         statistics.listen(event, now_s, decisions)

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 PIECE_BYTES = 4 << 20
 """Moved at a time: about two milliseconds."""
 PAGE = mmap.PAGESIZE
-MAP_PRIVATE, MAP_FIXED = 0x02, 0x10
-MADV_DONTNEED, MADV_POPULATE_WRITE = 4, 23
+MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 0x02, 0x10, 0x20
+MADV_POPULATE_WRITE = 23
 
 Range = tuple[int, int]
 """Address and bytes."""
@@ -56,11 +56,12 @@ def park(ranges: Iterable[Range]) -> Iterator[int]:
             content = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
             written = 0
             while written < num_bytes:
-                written += os.pwrite(file.fileno(), content[written:], offset + written)
-            protection = mmap.PROT_READ | mmap.PROT_WRITE
-            found = _libc.mmap(address, num_bytes, protection, MAP_PRIVATE | MAP_FIXED, file.fileno(), offset)
-            if found != address:
-                raise _os_error("mmap")
+                try:
+                    written += os.pwrite(file.fileno(), content[written:], offset + written)
+                except OSError as error:
+                    needed = f"parking takes {sum(size for _, size in pieces) / 1e6:.0f} MB in {tempfile.gettempdir()}"
+                    raise OSError(error.errno, f"{error.strerror}: {needed}; make room there or set TMPDIR") from error
+            _map(address, num_bytes, 0, file.fileno(), offset)
             offset += num_bytes
             yield num_bytes
 
@@ -78,14 +79,20 @@ def activate(ranges: Iterable[Range]) -> Iterator[int]:
 
 
 def discard(ranges: Iterable[Range]) -> Iterator[int]:
-    """Give back memory whose contents nobody needs; yields the bytes of each piece. It is zero, and memory again, once used;
-    what was parked before has the contents of its file instead."""
-    for address, num_bytes in whole_pages(ranges):
-        if _libc.madvise(address, num_bytes, MADV_DONTNEED):
-            raise _os_error("madvise")
+    """Give back memory whose contents nobody needs; yields the bytes of each piece. It is zero, and memory again, once used."""
+    for address, num_bytes in whole_pages(ranges):  # new pages: after MADV_DONTNEED what was parked once would show its file again
+        _map(address, num_bytes, MAP_ANONYMOUS, -1, 0)
         yield num_bytes
 
 
-def _os_error(call: str) -> OSError:
+def _map(address: int, num_bytes: int, kind: int, descriptor: int, offset: int) -> None:
+    """New pages in place of those at an address."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    found = _libc.mmap(address, num_bytes, protection, MAP_PRIVATE | MAP_FIXED | kind, descriptor, offset)
+    if found != address:
+        raise _os_error("mmap", num_bytes)
+
+
+def _os_error(call: str, num_bytes: int) -> OSError:
     number = ctypes.get_errno()
-    return OSError(number, f"{call}: {os.strerror(number)}")
+    return OSError(number, f"{os.strerror(number)}: {call} of {num_bytes} bytes; the system has no memory or mappings to spare")

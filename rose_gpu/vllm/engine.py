@@ -81,7 +81,7 @@ class VllmEngine:
         self._in_flight: _InFlight | None = None
         self._not_finite = False
         """Logits of the newest step were not, so keys and values in the cache may be."""
-        self._committing = False
+        self._committing = self._moving = False
         self._closed: str | None = None
         self._released = False
 
@@ -257,14 +257,19 @@ class VllmEngine:
         yield from self._move("activate")
 
     def _move(self, work: str) -> Iterator[None]:
-        while True:
-            answers = self._core.collective_rpc("move_piece", args=(work,))
-            failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
-            if failures:
-                raise OSError(f"{work} failed on workers: {failures}")
-            if not any(moved for moved, _ in answers):
-                return
-            yield
+        self._moving = True
+        try:
+            while True:
+                answers = self._core.collective_rpc("move_piece", args=(work,))
+                failures = {rank: text for rank, (_, text) in enumerate(answers) if text is not None}
+                if failures:
+                    expected = all(text.startswith("OSError") for text in failures.values())
+                    raise (OSError if expected else RuntimeError)(f"{work} failed on workers: {failures}")
+                if not any(moved for moved, _ in answers):
+                    return
+                yield
+        finally:
+            self._moving = False
 
     def call_workers(self, method: str | Callable[..., object], *args: object, **kwargs: object) -> list[Any]:
         """What a method of every worker, or a function of it, returns: for what the contract leaves out, such as profiling."""
@@ -458,3 +463,4 @@ class VllmEngine:
         self._check_open()
         assert self._in_flight is None, f"{action} with a step in flight; collect or drain first"
         assert not self._committing, f"{action} in the middle of a commit; exhaust or close its iterator first"
+        assert not self._moving, f"{action} in the middle of parking or activating; exhaust or close its iterator first"

@@ -68,7 +68,8 @@ class RoseWorkerExtension(RankMethods):
         return moved, failure
 
     def _pieces(self, work: str) -> Iterator[int]:
-        weights = [_range(weight) for weight in self.model_runner.get_model().parameters() if weight.device.type == "cpu"]
+        parameters = self.model_runner.get_model().parameters()
+        weights = [_range(weight) for weight in parameters if weight.device.type == "cpu" and not weight.is_shared()]
         if work == "activate":
             return parking.activate(weights)
         caches = [_range(cache) for cache in self.model_runner.kv_caches if cache.device.type == "cpu"]

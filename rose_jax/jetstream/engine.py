@@ -108,6 +108,7 @@ class JetStreamEngine:
         self._aborted: list[Sequence] = []
         self._num_added = 0
         self._num_steps = 0
+        self._moving = False
         self._planned: tuple[JetStreamPlan, list[Piece], PackedStep] | None = None
         self._in_flight: _InFlight | None = None
         self._closed = False
@@ -250,12 +251,19 @@ class JetStreamEngine:
             raise ValueError(f"park: {len(self._live)} requests are live; let them end or abort them first")
         self._forget_plan()
         self._scheduler.drop_caches()
-        yield from self._runner.park()
+        yield from self._moving_by(self._runner.park())
 
     def activate(self) -> Iterator[None]:
         """The inverse of `park`: weights are in memory again, the cache is empty."""
         self._check_idle("activate")
-        yield from self._runner.activate()
+        yield from self._moving_by(self._runner.activate())
+
+    def _moving_by(self, pieces: Iterator[None]) -> Iterator[None]:
+        self._moving = True
+        try:
+            yield from pieces
+        finally:
+            self._moving = False
 
     def remove_chunk(self) -> None:
         """Give the memory of the last cache chunk back to the device; requests there are preempted and computed again elsewhere.
@@ -428,6 +436,7 @@ class JetStreamEngine:
     def _check_idle(self, action: str) -> None:
         self._check_open()
         assert self._in_flight is None, f"{action} with a step in flight; collect or drain first"
+        assert not self._moving, f"{action} in the middle of parking or activating; exhaust or close its iterator first"
 
 
 def _top_pairs(drawn: Drawn, rows: list[int]) -> list[list[tuple[int, float]]]:

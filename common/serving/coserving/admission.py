@@ -57,7 +57,8 @@ class AdmissionSettings:
             usual the share of its tokens may be that are no padding.
         max_step_tokens: of a rollout step, whatever its budget.
         surprise_tolerance: a rollout step surprises when it takes so much longer than its bound, whatever it was admitted for.
-        probe_after_s: after no rollout step has fitted for so long, a smallest one is tried as soon as serving is idle.
+        probe_after_s: after no rollout step has fitted for so long, a smallest one is tried as soon as serving is idle, and slack
+            that was of no use is tried again.
         park_after_s: without rollout work, after which the model is parked.
     """
 
@@ -114,8 +115,8 @@ class AdmissionController:
         self._least_tokens = self._probe_tokens = 1
         self._probing = False
         self._last_rollout: StepFeatures | None = None
-        self._unfit_s = 0.0
-        """Less slack than that was of no use since the last rollout step: it is not worth planning for."""
+        self._unfit_s, self._unfit_until_s = 0.0, 0.0
+        """Until then, and until the next rollout step, less slack than that is of no use: it is not worth planning for."""
         self._usual_share = 0.0
         self._slices_s: list[float] = []
         self._activations_s: list[float] = []
@@ -204,11 +205,13 @@ class AdmissionController:
             serving_bound_s=serving_s,
         )
         assert record.budget_s is not None
-        fixed_s = self._fixed_s(idle=False)
-        if record.budget_s <= 0 or (not event.commit_waits and fixed_s > self.settings.max_fixed_share * record.budget_s):
+        if record.budget_s <= 0:
             return Serve(record=dataclasses.replace(record, reason=Reason.NO_SLACK))
-        if not event.commit_waits and record.budget_s < self._unfit_s:
-            return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT, rollout_bound_s=self._unfit_s))
+        if not (event.parked or event.commit_waits):  # pieces of those are judged by themselves
+            if self._fixed_s(idle=False) > self.settings.max_fixed_share * record.budget_s:
+                return Serve(record=dataclasses.replace(record, reason=Reason.NO_SLACK))
+            if record.budget_s < self._unfit_s and now_s < self._unfit_until_s:
+                return Serve(record=dataclasses.replace(record, reason=Reason.DOES_NOT_FIT, rollout_bound_s=self._unfit_s))
         return self._admit(event, record)
 
     def _admit(self, event: Free, record: Record) -> Decision:
@@ -272,7 +275,7 @@ class AdmissionController:
         if time_s <= record.budget_s:
             if idle or features.useful_share >= (1 - self.settings.max_fixed_share) * self._usual_share:
                 return Go(record=planned)
-            self._unfit_s = record.budget_s
+            self._unfit_s, self._unfit_until_s = record.budget_s, now_s + self.settings.probe_after_s
             return self._give_up(planned, Reason.NO_SLACK, now_s)
         can_shrink = min(features.num_tokens, self._max_tokens) > self._least_tokens
         if (idle or self._num_replans < MAX_REPLANS) and can_shrink:
@@ -290,12 +293,13 @@ class AdmissionController:
             self._probing = True
             return Go(record=dataclasses.replace(planned, reason=Reason.PROBE))
         if not idle:
-            self._unfit_s = time_s
+            self._unfit_s, self._unfit_until_s = time_s, now_s + self.settings.probe_after_s
         return self._give_up(planned, Reason.DOES_NOT_FIT, now_s)
 
     def _on_empty_plan(self, record: Record, now_s: float) -> Decision:
         """No step of so few tokens holds anything: remember that, and try larger ones."""
         if self._max_tokens >= self.settings.max_step_tokens:
+            self._least_tokens = self._probe_tokens = 1
             return self._give_up(record, Reason.NO_ROLLOUT, now_s)
         self._max_tokens = self._least_tokens = min(self.settings.max_step_tokens, 2 * self._max_tokens)
         self._probe_tokens = max(self._probe_tokens, self._least_tokens)
@@ -307,7 +311,7 @@ class AdmissionController:
         if record.slack_s is not None:
             return Serve(record=record)
         if reason is not Reason.DOES_NOT_FIT:
-            return Wait(record=record)
+            return Wait(record=record, until_s=now_s + self.settings.probe_after_s)
         if self._starved_since_s is None:
             self._starved_since_s = now_s
         return Wait(record=record, until_s=max(now_s, self._starved_since_s + self.settings.probe_after_s))
@@ -320,9 +324,9 @@ class AdmissionController:
 
     def _park_or_wait(self, event: Free, now_s: float, level: Level) -> Decision:
         record = self._record(now_s, Reason.NO_ROLLOUT, level)
-        if event.parking:
+        if event.moving is Work.PARK:
             return Do(record=dataclasses.replace(record, reason=Reason.UNUSED), work=Work.PARK)
-        if event.parked:
+        if event.parked and event.moving is None:
             return Wait(record=record)
         assert self._unused_since_s is not None
         park_s = self._unused_since_s + self.settings.park_after_s

@@ -184,13 +184,13 @@ class CoServedDevice:
             rollout_waits=self._num_live[Side.ROLLOUT] > 0,
             commit_waits=bool(self._commits[Side.ROLLOUT]),
             parked=self._parked,
-            parking=self._pieces is not None and self._pieces[0] is Work.PARK,
+            moving=None if self._pieces is None else self._pieces[0],
         )
         decision = self._ask(event)
         while isinstance(decision, Roll):
-            rollout = self.engines[Side.ROLLOUT].plan(
-                dataclasses.replace(self.limits[Side.ROLLOUT], max_tokens=decision.max_tokens)
-            )
+            limits = self.limits[Side.ROLLOUT]
+            limits = dataclasses.replace(limits, max_tokens=min(decision.max_tokens, limits.max_tokens))
+            rollout = self.engines[Side.ROLLOUT].plan(limits)
             decision = self._ask(Planned(features=None if rollout is None else StepFeatures.of(rollout)))
             if isinstance(decision, Go):
                 assert rollout is not None, "the policy lets a rollout step run that there is no plan for"
@@ -210,13 +210,6 @@ class CoServedDevice:
             self._serving_plan = self.engines[Side.SERVING].plan(self.limits[Side.SERVING])
             self._plan_is_old = False
         return self._serving_plan
-
-    def _plan_rollout(self, max_tokens: int) -> StepPlan | None:
-        limits = self.limits[Side.ROLLOUT]
-        plan = self.engines[Side.ROLLOUT].plan(dataclasses.replace(limits, max_tokens=min(max_tokens, limits.max_tokens)))
-        if plan is None and max_tokens >= limits.max_tokens and self._num_live[Side.ROLLOUT]:
-            raise _never_runs(Side.ROLLOUT, limits, self._num_live[Side.ROLLOUT])
-        return plan
 
     def _run(self, side: Side, plan: StepPlan) -> Turn:
         before = self._drain_other(side)
@@ -273,11 +266,13 @@ class CoServedDevice:
         try:
             if next(self._pieces[1], _END) is not _END:
                 return False
+            moved = True
         except OSError as error:
-            log.warning("the rollout model could not be moved (%s), %s: %s", work, engine.info.name, error)
+            log.warning("the rollout model %s was not moved whole (%s): %s", engine.info.name, work, error)
+            moved = work is Work.ACTIVATE  # then its pages become memory when they are used
         self._pieces = None
         self._parked = work is Work.PARK
-        return True
+        return moved
 
     def _commit_serving(self) -> Turn:
         before = tuple(result for side in Side for result in self._drain(side))

@@ -37,20 +37,26 @@ class Ended:
     whole: bool
 
 
+class Work(enum.StrEnum):
+    SLICE = "slice"
+    PARK = "park"
+    ACTIVATE = "activate"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
     """The device holds no step: whose turn is it?
 
     serving: what serving's next step would be; None: it has nothing to do.
     rollout_waits: rollout requests are live. commit_waits: pieces of a commit of rollout weights are. parked: the rollout model is,
-    at least in part. parking: pieces of that are left.
+    at least in part. moving: the one of PARK and ACTIVATE of which pieces are left.
     """
 
     serving: StepFeatures | None
     rollout_waits: bool
     commit_waits: bool
     parked: bool
-    parking: bool = False
+    moving: Work | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +86,6 @@ class WorkDone:
     kind: Work
     duration_s: float
     last: bool = True
-
-
-class Work(enum.StrEnum):
-    SLICE = "slice"
-    PARK = "park"
-    ACTIVATE = "activate"
 
 
 Event = Arrived | Ended | Free | Planned | StepDone | WorkDone

@@ -33,8 +33,8 @@ from common.transfer.target import WeightTarget
 
 NUM_STEP_TIMES = 4096
 """Steps whose ends are kept for whoever asks how evenly they came."""
-EVENTS_A_PASS = 200
-"""Of a trace of decisions, made between two steps: about a millisecond."""
+EVENTS_A_PASS = 25
+"""Of a trace of decisions, made in one pass of the event loop: some passes, so about a millisecond, come between two steps."""
 MAX_READ_ELEMENTS = 1 << 22
 """Elements of a tensor that are read at a time for its digest."""
 
@@ -67,7 +67,7 @@ class EngineServer:
         self._calls: set[asyncio.Task[None]] = set()
         self._streamed: set[str] = set()
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._staging = asyncio.Lock()
+        self._staging, self._showing = asyncio.Lock(), asyncio.Lock()
         self._step_times: collections.deque[tuple[float, float, int]] = collections.deque(maxlen=NUM_STEP_TIMES)
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "stage": self._stage,
@@ -204,10 +204,11 @@ class EngineServer:
         if self._decisions is None:
             raise ValueError("this replica has a device of its own, so nothing is decided; start it with --coserve for that")
         found = []
-        for event in self._decisions.chrome_events(time.monotonic() - seconds):
-            found.append(event)
-            if len(found) % EVENTS_A_PASS == 0:
-                await asyncio.sleep(0)  # a step, if one is due
+        async with self._showing:  # two at once would take twice as much between two steps
+            for event in self._decisions.chrome_events(time.monotonic() - seconds):
+                found.append(event)
+                if len(found) % EVENTS_A_PASS == 0:
+                    await asyncio.sleep(0)  # a step, if one is due
         return found
 
     async def _digests(self) -> dict[str, str]:

@@ -28,8 +28,8 @@ from common.types import Completion, Request, SamplingKey, SamplingParams
 
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 KeyPart = Annotated[StrictInt, Field(ge=0, lt=2**32)]
-MAX_TRACE_S = 60.0
-"""Some ten thousand decisions: megabytes of JSON."""
+MAX_TRACE_S = 10.0
+"""Some thousand decisions and a megabyte or two of JSON, which hold up everything else on both event loops while they are made."""
 Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
 
 
@@ -252,7 +252,7 @@ def _add_control(routes: APIRouter, front: Front) -> None:
         return answer(request, engine.step_times, lambda steps: {"steps": steps})
 
     @routes.get("/control/v1/decisions", response_model=DecisionsResponse, responses=CONTROL_ERRORS)
-    async def decisions(request: HttpRequest, seconds: TraceSeconds = 10.0) -> Response:
+    async def decisions(request: HttpRequest, seconds: TraceSeconds = 5.0) -> Response:
         """What a co-serving device did in the last seconds and why, in Chrome's trace format: save it, open it in Perfetto."""
         return answer(request, lambda: engine.decisions(seconds), lambda events: {"traceEvents": events, "displayTimeUnit": "ms"})
 

@@ -94,12 +94,16 @@ def test_a_file_that_cannot_grow_is_an_error_and_loses_nothing(array: np.ndarray
         return pwrite(descriptor, content, offset)
 
     monkeypatch.setattr(parking.os, "pwrite", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"No space left on device: parking takes 50 MB in .*set TMPDIR"):
         sum(parking.park([range_of(array)]))
     np.testing.assert_array_equal(array, copy)
 
 
-def test_discarded_memory_is_zero_and_usable(array: np.ndarray) -> None:
+@pytest.mark.parametrize("parked_before", [False, True])
+def test_discarded_memory_is_zero_and_usable(array: np.ndarray, parked_before: bool) -> None:
+    if parked_before:
+        sum(parking.park([range_of(array)]))
+        sum(parking.activate([range_of(array)]))
     before = anonymous_bytes()
     discarded = sum(parking.discard([range_of(array)]))
     assert anonymous_bytes() <= before - 0.9 * discarded

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from common.serving.engine import StepLimits
 from common.types import Request, SamplingKey, SamplingParams
 from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.engine import JetStreamEngine
@@ -32,8 +33,6 @@ MODEL = Qwen3Config(
 
 
 def logprobs(engine: JetStreamEngine) -> tuple[float, ...]:
-    from common.serving.engine import StepLimits
-
     engine.add(
         Request(
             request_id="r",

@@ -140,6 +140,30 @@ def test_a_step_that_would_mostly_compute_padding_goes_to_serving_until_another_
     assert isinstance(one(policy.on_event(Planned(features=full), 40.041)), Go)
 
 
+def test_slack_that_was_of_no_use_is_tried_again_after_a_while() -> None:
+    """Without a rollout step in between, which never comes if serving is never idle."""
+    policy = calibrated(OBJECTIVE, AdmissionSettings(probe_after_s=2.0))
+    arrive(policy, "a", 10.0, first_token_s=10.01)
+    large = StepFeatures(prefill_tokens=900, decode_tokens=48, context_tokens=48 * 1000)
+    decision = free(policy, 10.011, serving=DECODE)
+    while isinstance(decision, Roll):
+        decision = one(policy.on_event(Planned(features=large), 10.011))
+    assert isinstance(decision, Serve)
+    serve_tokens(policy, 10.5, ("a", 1))
+    assert isinstance(free(policy, 10.501, serving=DECODE), Serve)
+    serve_tokens(policy, 12.02, ("a", 60))
+    assert isinstance(free(policy, 12.021, serving=DECODE), Roll)
+
+
+def test_a_piece_of_activation_needs_no_more_slack_than_it_takes() -> None:
+    policy = calibrated(OBJECTIVE)
+    policy.on_event(WorkDone(kind=Work.ACTIVATE, duration_s=1e-3), 9.0)
+    arrive(policy, "a", 10.0, first_token_s=10.01)
+    late = 10.01 + 0.6 * OBJECTIVE.tpot_s - 0.013  # a budget that a rollout step's fixed costs would eat
+    assert isinstance(free(policy, late, serving=DECODE), Serve)
+    assert isinstance(free(policy, late, serving=DECODE, parked=True), Do)
+
+
 def test_the_knob_bounds_how_long_a_token_is_kept_waiting() -> None:
     slack = {}
     for rise in (3.0, 50.0):

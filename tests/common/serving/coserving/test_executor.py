@@ -286,6 +286,25 @@ def test_a_rollout_in_the_middle_of_parking_is_not_kept_waiting_for_its_end() ->
     assert device.engines[Side.ROLLOUT].log[:4] == ["park", "activate", "activate", f"submit {Side.ROLLOUT}"]
 
 
+def test_a_model_whose_activation_was_cut_short_is_parked_again() -> None:
+    device, clock = device_without_rollouts(Watched(Side.ROLLOUT, [], FakeClock()))
+    while not device.turn().waits:
+        pass
+    device.add(Side.ROLLOUT, request("a", 0))
+    device.turn()
+    device.abort(Side.ROLLOUT, "a")
+    while not device.turn().waits:
+        pass
+    assert device.num_live(Side.ROLLOUT) == 0
+    clock.advance(100.0)
+    while not device.turn().waits:
+        pass
+    log = [entry for entry in device.engines[Side.ROLLOUT].log if entry in ("park", "activate")]
+    assert log[:4] == ["park", "park", "park", "activate"]
+    assert log[-3:] == ["park", "park", "park"]
+    assert device.parked
+
+
 def test_a_model_that_cannot_be_moved_serves_on() -> None:
     class Full(Watched):
         def park(self) -> Iterator[None]:
