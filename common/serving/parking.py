@@ -73,8 +73,9 @@ def activate(ranges: Iterable[Range]) -> Iterator[int]:
         OSError: there is not enough memory; contents are right all the same.
     """
     for address, num_bytes in whole_pages(ranges):
+        # A kernel before 5.14 does not know the advice (EINVAL): there pages become memory one by one, as they are used.
         if _libc.madvise(address, num_bytes, MADV_POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
-            raise _os_error("madvise")  # EINVAL: before Linux 5.14, where pages become memory one by one, as they are used
+            raise _os_error("madvise", num_bytes)
         yield num_bytes
 
 
