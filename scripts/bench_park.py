@@ -78,9 +78,11 @@ def build(size: str, folder: Path) -> tuple[Any, int]:
     from rose_gpu.vllm.options import VllmOptions
     from rose_jax.export import save_checkpoint
 
-    save_checkpoint(folder, params, model_config, dtype="float32")
+    save_checkpoint(folder / "model", params, model_config, dtype="float32")
     del params
-    return VllmEngine(VllmOptions(model_dir=str(folder), max_slots=MAX_SLOTS, max_context_tokens=CONTEXT_TOKENS)), num_bytes
+    return VllmEngine(
+        VllmOptions(model_dir=str(folder / "model"), max_slots=MAX_SLOTS, max_context_tokens=CONTEXT_TOKENS)
+    ), num_bytes
 
 
 def anonymous_mb() -> float:
