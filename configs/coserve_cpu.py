@@ -1,9 +1,8 @@
 """FrozenLake 4x4 learnt on a dedicated replica and on one that serves replayed online traffic at the same time.
 
-Hardware: 2 CPU cores, 4 GB. Duration: unmeasured; meant for about 5 minutes on a machine with nothing else to do.
-Expected: unmeasured as it stands. On a machine with a load of 7 from elsewhere, with 6 versions and arrivals 4 times as far apart:
-sampled success 0.42 before and 0.68 after (60 held-out maps), 82 % of 205 requests met their objectives, 21 % of the rollout's
-tokens were borrowed.
+Hardware: 2 CPU cores, 4 GB. Duration: 2.7 minutes, of which 1.0 is the training itself.
+Expected: sampled success 0.37 before and 0.79 after (200 held-out maps, one seed); of 295 online requests 97.6 % met their
+objectives, none failed; 44 % of the rollout's tokens were borrowed.
 Command: make train CONFIG=configs/coserve_cpu.py   (ARGS="--config.fleet.replicas[1].backend=vllm" after `make serve-env`)
 """
 
