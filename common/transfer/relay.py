@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -84,6 +85,10 @@ class RelayStore:
         self._judging = threading.Lock()
         self._news = threading.Condition()
         self._entries: tuple[CatalogEntry, ...] | None = None
+        self._taking = threading.Lock()
+        self._asks = itertools.count()
+        self._newest_ask = -1
+        """When the catalogue at hand was asked for, counted in asks: one that was asked for earlier may be older."""
         self._trouble: str | None = None
         self._closed = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_FLIGHTS, "relay")
@@ -107,15 +112,24 @@ class RelayStore:
         tag: str | None = None
         while not self._closed.is_set():
             try:
+                ask = next(self._asks)
                 catalog = self._upstream.catalog(after=tag, timeout_s=0.0 if tag is None else CATALOG_AGE_S)
-                tag = catalog.tag
-                self._take(catalog)
+                tag = catalog.tag if self._take(catalog, ask) else None
             except (TransferError, OSError) as e:
                 tag = None
                 self._miss(str(e))
                 self._closed.wait(RETRY_S)
 
-    def _take(self, catalog: Catalog) -> None:
+    def _take(self, catalog: Catalog, ask: int) -> bool:
+        """Go by this catalogue, unless one that was asked for later is at hand: what was opened since would be forgotten."""
+        with self._taking:
+            if ask < self._newest_ask:
+                return False
+            self._newest_ask = ask
+            self._go_by(catalog)
+        return True
+
+    def _go_by(self, catalog: Catalog) -> None:
         heads = {entry.head for entry in catalog.entries if entry.state is not UpdateState.FAILED}
         self._cache.retain(heads)
         with self._lock:
@@ -140,8 +154,9 @@ class RelayStore:
             self._news.notify_all()
 
     def _refresh(self) -> None:
+        ask = next(self._asks)
         try:
-            self._take(self._upstream.catalog())
+            self._take(self._upstream.catalog(), ask)
         except TransferError as e:
             log.info("the catalogue could not be had: %s", e)
 

@@ -426,3 +426,42 @@ def test_a_failed_update_is_failed_through_the_relay(upstream: Upstream, make_re
         upstream.fail(head(3, 2).key, "the learner ran out of memory")
         with pytest.raises(FarSideError, match="ran out of memory"):
             reading.result(10)
+
+
+def test_a_catalogue_that_was_asked_for_earlier_and_came_later_takes_nothing_back() -> None:
+    """Else what a publisher has just opened through the relay is not open when its first object comes."""
+    held, let_go, asked_again, looked = (threading.Event() for _ in range(4))
+
+    class Slow(MemoryStore):
+        def catalog(self, **kwargs: object) -> object:  # type: ignore[override]
+            if threading.current_thread().name != "relay-catalog":
+                return super().catalog(**kwargs)  # type: ignore[arg-type]
+            if held.is_set():
+                asked_again.set()
+                assert looked.wait(10)
+            catalog = super().catalog(**kwargs)  # type: ignore[arg-type]
+            if catalog.entries and not held.is_set():
+                held.set()
+                assert let_go.wait(10)
+            return catalog
+
+    upstream = Slow()
+    relay = RelayStore(upstream, ObjectCache(MemoryStore(), max_bytes=ROOM))
+    try:
+        relay.catalog()
+        upstream.open(head(0))
+        assert held.wait(10)
+        relay.open(head(1))
+        let_go.set()
+        assert asked_again.wait(10)
+        assert relay.catalog().find(head(1).key) is not None
+        looked.set()
+        upstream.open(head(2))
+        tag = relay.catalog().tag
+        while relay.catalog().find(head(2).key) is None:
+            tag = relay.catalog(after=tag, timeout_s=10).tag
+        assert relay.catalog().find(head(1).key) is not None
+    finally:
+        let_go.set()
+        looked.set()
+        relay.close()
