@@ -5,7 +5,8 @@
 A device is core 0; all threads of its engines are pinned there. This process, which generates load, and the HTTP front are on
 core 1. Variants alternate: serving_alone, naive (by turns), priority (one stock vLLM engine for both; --backend=vllm), idle_only,
 ours, ours_commit (with a commit of 100M parameters every 10 s), sched_idle (rollouts in a second process under SCHED_IDLE) and
-rollout_alone, at the number of streams that is fastest alone. Objectives come from serving_alone of this run: 1.6x and 1.27x its
+rollout_alone, at the number of streams that is fastest alone. JetStream compiles for some five minutes first; set
+JAX_COMPILATION_CACHE_DIR and the next run does not. Objectives come from serving_alone of this run: 1.6x and 1.27x its
 p99, TTFT at most 10x the unloaded median of the prompt-length quartile.
 
 Rows (written as they finish): variant, backend, trace, repeat, affinity, busy_share_alone, ttft_p50_ms, ttft_p99_ms, tpot_p50_ms,
@@ -64,7 +65,9 @@ _TIME = flags.DEFINE_float("time", None, "Stretch arrivals by this; default: kno
 _PROMPTS = flags.DEFINE_float("prompts", None, "Scale the lengths of prompts by this; default likewise.", flag_values=_FLAGS)
 _OUTPUTS = flags.DEFINE_float("outputs", None, "Scale the lengths of outputs by this; default likewise.", flag_values=_FLAGS)
 _REPEATS = flags.DEFINE_integer("repeats", None, "Default: as many as it takes to 1,000 requests.", flag_values=_FLAGS)
-_QUICK = flags.DEFINE_bool("quick", False, "A short window, once each: at most 6 minutes.", flag_values=_FLAGS)
+_QUICK = flags.DEFINE_bool(
+    "quick", False, "A short window, once each: 4 to 6 minutes, JetStream's compilation apart.", flag_values=_FLAGS
+)
 _RESUME = flags.DEFINE_bool("resume", False, "Go on with the rows that --out holds.", flag_values=_FLAGS)
 _OUT = flags.DEFINE_string("out", None, 'JSON file to write {"rows": [...], "pooled": [...]} to.', flag_values=_FLAGS)
 _TRACES_OUT = flags.DEFINE_string("decisions", None, "Folder for decision traces (Perfetto) of ours.", flag_values=_FLAGS)
@@ -85,7 +88,7 @@ SCALES = {
     "azure2023_code_burst10min_pub": Scale(time=1.0, prompts=0.05, outputs=0.3, window_s=100.0, quick_start_s=60.0),
     "azure2023_conv_pub": Scale(time=1.15, prompts=0.05, outputs=0.1, window_s=87.0),
 }
-"""With these serving alone is busy 40-55 % on one 2.6 GHz EPYC core, and a default run ends in 25 minutes. Prompts shrink more than
+"""Meant to keep serving alone busy 40-55 % of a core (48-50 % was seen on the code trace's short window). Prompts shrink more than
 outputs: on this core a decode step costs as much as 40 prompt tokens, on an accelerator that serves an 8B model some hundreds."""
 STRETCH = {"jetstream": 1.15}
 """Of arrivals and window, by backend: steps that compute padding too keep the core busier with the same requests."""

@@ -34,8 +34,8 @@ from scripts.serve_engine import StoreOptions, make_served_replica
 SERVING_MODEL = "serving"
 """What the policy of admission calls it: its objectives are found by that."""
 TRACE_ENTRIES = 20_000
-"""Events and decisions that are kept to be shown: twice what ten seconds of steps of 2 ms have. Far more would keep the garbage
-collector busy, on the event loop that steps."""
+"""Events that are kept to be shown: those of ten seconds of steps of 2 ms, four a step. Far more would keep the garbage collector
+busy, on the event loop that steps."""
 TYPICAL_SHARE = 4
 """The longest serving step is thought of as prompts beside a quarter of the slots, with a quarter of the context each."""
 

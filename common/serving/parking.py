@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 PIECE_BYTES = 4 << 20
-"""Moved at a time: about two milliseconds."""
+"""Moved at a time: some milliseconds."""
 PAGE = mmap.PAGESIZE
 MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS = 0x02, 0x10, 0x20
 MADV_POPULATE_WRITE = 23

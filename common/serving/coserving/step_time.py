@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import itertools
 
 import numpy as np
 from jaxtyping import Float64
@@ -136,7 +137,6 @@ class StepTimePredictor:
         self._covariance = np.eye(len(SCALES)) * PRIOR
         self._of_line, self._of_shapes = _Margin(quantile), _Margin(quantile)
         self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW_STEPS)
-        self._newest: collections.deque[float] = collections.deque(maxlen=NEWEST_STEPS)
         self._last_margin = self._of_line
         self._shapes: collections.OrderedDict[Shape, _Seen] = collections.OrderedDict()
         self.num_steps = 0
@@ -170,8 +170,9 @@ class StepTimePredictor:
 
     @property
     def drift(self) -> float:
-        """What the newest steps took over what they were expected to, at least 1."""
-        return max(1.0, sorted(self._newest)[len(self._newest) // 2]) if self._newest else 1.0
+        """Median of actual / predicted over the newest steps, at least 1."""
+        newest = sorted(itertools.islice(reversed(self._recent), NEWEST_STEPS))
+        return max(1.0, newest[len(newest) // 2]) if newest else 1.0
 
     def bound_s(self, features: StepFeatures) -> float:
         """What the step will not take longer than, most likely."""
@@ -195,7 +196,6 @@ class StepTimePredictor:
             expected_s, self._last_margin = self._guess(features)
             self._last_margin.note(duration_s / expected_s)
             self._recent.append(duration_s / expected_s)
-            self._newest.append(duration_s / expected_s)
         scaled = features.vector() / duration_s
         gain = self._covariance @ scaled
         gain /= FORGETTING + float(scaled @ gain)

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 from flax import nnx
 
-from common.serving.engine import StepLimits
-from common.types import Request, SamplingKey, SamplingParams
 from rose_jax.jetstream.config import JetStreamConfig
 from rose_jax.jetstream.engine import JetStreamEngine
 from rose_jax.models.qwen3 import create_model
-from rose_jax.models.qwen3_config import Qwen3Config
 from rose_jax.weight_target import JaxWeightTarget
 from tests.common.serving.test_parking import anonymous_bytes
+from tests.conformance.driver import Driver, make_request, prompt
+from tests.rose_jax.jetstream import serving_data
 
-MODEL = Qwen3Config(
-    vocab_size=4096,
-    hidden_size=512,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=64,
-    intermediate_size=1024,
-    tie_word_embeddings=True,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    eos_token_id=1,
+MODEL = dataclasses.replace(
+    serving_data.MODEL, vocab_size=4096, hidden_size=512, head_dim=64, intermediate_size=1024, max_position_embeddings=512
 )
+"""Large enough for its weights to be seen in the process's memory."""
 
 
 def logprobs(engine: JetStreamEngine) -> tuple[float, ...]:
-    engine.add(
-        Request(
-            request_id="r",
-            prompt_token_ids=tuple(range(2, 20)),
-            sampling=SamplingParams(max_tokens=4),
-            key=SamplingKey(run_seed=0, trajectory_id=0, turn_idx=0),
-        )
-    )
-    while True:
-        plan = engine.plan(StepLimits(max_tokens=64))
-        assert plan is not None
-        engine.submit(plan)
-        result = engine.collect()
-        if result.completions:
-            return result.completions[0].behavior_logprobs
+    return Driver(engine).run_alone(make_request("r", prompt(18, salt=3), max_tokens=4)).behavior_logprobs
 
 
 def test_memory_goes_weights_stay_readable_and_nothing_changes() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from common.serving.coserving.admission import AdmissionController, AdmissionSettings
+from common.serving.coserving.admission import MAX_REPLANS, AdmissionController, AdmissionSettings
 from common.serving.coserving.events import (
     Arrived,
     Decision,
@@ -118,6 +118,25 @@ def test_a_budget_that_fixed_costs_would_eat_goes_to_serving() -> None:
     assert decision.record.reason is Reason.NO_SLACK
     assert decision.record.budget_s is not None
     assert decision.record.budget_s > 0
+
+
+def test_an_idle_device_makes_a_step_smaller_until_it_fits_however_often_that_takes() -> None:
+    """An engine that pads: only its smallest program, of at most 8 tokens, is short enough."""
+    policy = calibrated(OBJECTIVE)
+    decision, asked = free(policy, 10.0), []
+    while isinstance(decision, Roll):
+        asked.append(decision.max_tokens)
+        small = decision.max_tokens <= 8
+        features = StepFeatures(
+            prefill_tokens=16 if small else 4000,
+            decode_tokens=0,
+            context_tokens=0,
+            padding_tokens=(16 if small else 4000) - min(decision.max_tokens, 4000),
+        )
+        decision = one(policy.on_event(Planned(features=features), 10.0))
+    assert isinstance(decision, Go)
+    assert asked == sorted(asked, reverse=True)
+    assert len(asked) - 1 > MAX_REPLANS, "while serving waits it would have been given up"
 
 
 def test_a_step_that_would_mostly_compute_padding_goes_to_serving_until_another_rollout_step_has_run() -> None:

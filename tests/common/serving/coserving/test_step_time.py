@@ -94,6 +94,30 @@ def test_shapes_that_come_again_are_expected_to_take_what_they_took_whatever_of_
             assert predictor.expected_s(features) == pytest.approx(slower * padded_cost_s(features), rel=0.03)
 
 
+def test_a_line_that_fits_badly_does_not_widen_the_bounds_of_shapes_that_are_known() -> None:
+    rng, predictor = np.random.default_rng(1), StepTimePredictor()
+    for number in range(300):
+        known = padded_features(rng)
+        predictor.observe(known, padded_cost_s(known) * float(np.exp(rng.normal(0, 0.01))))
+        if number % 10 == 0:  # once each: the line is all there is to go by, and goes through none of them
+            once = StepFeatures(prefill_tokens=1000 + number, decode_tokens=0, context_tokens=0)
+            predictor.observe(once, float(rng.choice([0.01, 1.0])))
+    for known in (padded_features(rng) for _ in range(20)):
+        assert predictor.bound_s(known) < 1.1 * padded_cost_s(known)
+    assert predictor.bound_s(StepFeatures(prefill_tokens=5000, decode_tokens=0, context_tokens=0)) > 2 * predictor.expected_s(
+        StepFeatures(prefill_tokens=5000, decode_tokens=0, context_tokens=0)
+    )
+
+
+def test_the_newest_steps_say_that_the_machine_is_slower_before_expectations_do() -> None:
+    predictor, rng = trained(0.02)
+    assert predictor.drift < 1.1
+    for _ in range(8):
+        features = random_features(rng)
+        predictor.observe(features, 2 * cost_s(features))
+    assert predictor.drift > 1.5
+
+
 def test_shapes_that_never_come_again_are_forgotten_and_the_line_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.serving.coserving.step_time.MAX_SHAPES", 3)
     predictor = StepTimePredictor()
